@@ -1,0 +1,157 @@
+"""The captured program: one joint forward+backward list of operators, torch-free.
+
+Names are those of the fx graph it was made from, so that a decision about an
+operator finds its node again. Tuple-valued operators appear once; their
+elements are read by `Ref(op, index)` (fx's `getitem` nodes do not appear).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from autopar.ir.tensor import TensorMeta
+
+Phase = Literal["forward", "backward"]
+OpKind = Literal["parameter", "buffer", "input", "tangent", "constant", "call"]
+OutputKind = Literal["output", "gradient", "mutation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The value that operator `op` makes; `index` picks one of several."""
+
+    op: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A non-numeric literal argument: `Const("dtype", "float32")`, also `device`, `layout`, `memory_format`."""
+
+    kind: str
+    value: str
+
+
+Arg = Ref | Const | int | float | bool | str | None | tuple["Arg", ...]
+"""An argument: sequences are tuples whatever they were in Python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator, or one thing the program starts from (a parameter, an input...)."""
+
+    name: str
+    """Name of the fx node."""
+
+    kind: OpKind
+    target: str
+    """`aten.mm.default` for a call; the fully qualified name of a parameter or buffer; the path of an input."""
+
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[TensorMeta | None, ...]
+    """What it makes; `None` where an element is no tensor."""
+
+    phase: Phase = "forward"
+    module: str = ""
+    """Path of the module that called it (of the forward operator, for one of the backward): `model.layers.0.mlp`."""
+
+    source: str = ""
+    """`file.py:line` in the user's model, empty where unknown."""
+
+    requires_grad: bool = False
+    """For a parameter: whether it is trained."""
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """Return the tensors it reads, in argument order, lists flattened, `None`s left out."""
+        return tuple(_refs((*self.args, *(value for _, value in self.kwargs))))
+
+    @property
+    def where(self) -> str:
+        """Return how to name it to a user: operator, module path and source line."""
+        place = ", ".join(part for part in (self.module, self.source) if part)
+        return f"{self.target} ({place})" if place else self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One result of the program: a user-visible output, a parameter's gradient or a buffer's new value."""
+
+    kind: OutputKind
+    name: str
+    """Path in the model's return value, or name (fx) of the parameter, input or buffer op concerned."""
+
+    ref: Ref | None
+    """What it is; `None` for a gradient that does not exist."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program, operators in an order in which each can run."""
+
+    ops: tuple[Op, ...]
+    outputs: tuple[Output, ...]
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Every name of each tied parameter or buffer, by the name its `Op` bears as target."""
+
+    fold: Mapping[str, str] = field(default_factory=dict)
+    """Operator name to the operator that stands for it: equal layers share decisions. Absent: itself."""
+
+    batch_size: int = 0
+    """Size of the global batch dimension (dimension 0 of the inputs); 0 where there is none."""
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Op]:
+        """Return the operators by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Return each operator's place in the order."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[str, ...]]:
+        """Return, for each operator, the operators that read it, in order, once each."""
+        readers: dict[str, dict[str, None]] = {op.name: {} for op in self.ops}
+        for op in self.ops:
+            for ref in op.refs:
+                readers[ref.op][op.name] = None
+        return {name: tuple(found) for name, found in readers.items()}
+
+    def meta(self, ref: Ref) -> TensorMeta:
+        """Return shape and dtype of a value.
+
+        Raises:
+            ValueError: the value is no tensor.
+        """
+        found = self.by_name[ref.op].outputs[ref.index]
+        if found is None:
+            raise ValueError(f"{ref} is no tensor")
+        return found
+
+    def representative(self, name: str) -> str:
+        """Return the operator whose decision `name` shares."""
+        return self.fold.get(name, name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a digest of the program: equal for equal programs, on any machine, source lines left out."""
+        digest = hashlib.sha256()
+        for op in self.ops:
+            digest.update(repr((op.name, op.kind, op.target, op.args, op.kwargs, op.outputs, op.phase)).encode())
+        digest.update(repr((self.outputs, sorted(self.aliases.items()))).encode())
+        return digest.hexdigest()
+
+
+def _refs(args: tuple[Arg, ...]) -> Iterator[Ref]:
+    for arg in args:
+        if isinstance(arg, Ref):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _refs(arg)

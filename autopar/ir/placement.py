@@ -1,0 +1,147 @@
+"""Where the elements of a tensor live along each mesh axis.
+
+A *placement* says it for one axis, a *layout* (one placement an axis) for the
+mesh. Axes are independent of each other and of their order, because a shard
+names the digit it splits: `Shard(d, outer)` views dimension `d` of size `N` as
+
+    [outer, n, N / (outer * n)]          n: size of the mesh axis
+
+and rank `i` of the axis holds `[:, i, :]`. `outer == 1` is the ordinary
+contiguous split. Splitting one dimension by two axes nests, DTensor's
+`(Shard(0), Shard(0))` on a (2, 4) mesh being `(Shard(0), Shard(0, outer=2))`.
+A dimension that merges `[batch, sequence]` and is split along the sequence is
+`Shard(0, outer=batch)`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis holds the whole."""
+
+    def __str__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `i` of the axis holds block `i` of dimension `dim`, within each of `outer` runs."""
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, outer={self.outer})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank of the axis holds a term; `reduce` of all of them is the value."""
+
+    reduce: str = "sum"
+
+    def __str__(self) -> str:
+        return f"Partial({self.reduce})"
+
+
+Placement = Replicate | Shard | Partial
+Layout = tuple[Placement, ...]
+"""One placement a mesh axis, in mesh order."""
+
+_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)(?:,\s*outer=(\d+))?\)|S(\d+)")
+_PARTIAL = re.compile(r"P(?:artial)?\((\w*)\)|P")
+
+
+def parse_placement(text: str) -> Placement:
+    """Return the placement that `text` names (`Shard(0)`, `S0`, `Replicate()`, `R`, `Partial(sum)`).
+
+    Raises:
+        ValueError: the text names none.
+    """
+    word = text.strip()
+    if word in {"R", "Replicate", "Replicate()"}:
+        return Replicate()
+    if match := _SHARD.fullmatch(word):
+        dim, outer, short = match.groups()
+        return Shard(int(short if short is not None else dim), int(outer or 1))
+    if match := _PARTIAL.fullmatch(word):
+        return Partial(match.group(1) or "sum")
+    raise ValueError(f"{text!r} is no placement; use Replicate(), Shard(DIM) or Partial(sum)")
+
+
+def short(placement: Placement | None) -> str:
+    """Return the placement's short form for tables and pictures: `R`, `S0`, `S0/8`, `P`."""
+    match placement:
+        case None:
+            return "-"
+        case Replicate():
+            return "R"
+        case Shard(dim, 1):
+            return f"S{dim}"
+        case Shard(dim, outer):
+            return f"S{dim}/{outer}"
+        case Partial("sum"):
+            return "P"
+        case Partial(reduce):
+            return f"P{reduce}"
+
+
+def is_valid(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
+    """Return whether every shard divides its dimension evenly and no two split the same digit."""
+    by_dim: dict[int, list[tuple[int, int]]] = {}
+    for placement, size in zip(layout, sizes, strict=True):
+        if isinstance(placement, Shard):
+            by_dim.setdefault(placement.dim, []).append((placement.outer, size))
+    for dim, digits in by_dim.items():
+        if dim >= len(shape):
+            return False
+        digits.sort()
+        ends = [*(outer for outer, _ in digits[1:]), shape[dim]]
+        for (outer, size), end in zip(digits, ends, strict=True):
+            if end == 0 or end % (outer * size):
+                return False
+    return True
+
+
+def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape that one rank holds of a tensor of global `shape`; the layout must be valid."""
+    local = list(shape)
+    for placement, size in zip(layout, sizes, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] //= size
+    return tuple(local)
+
+
+def local_outer(layout: Layout, axis: int, sizes: Sequence[int]) -> int:
+    """Return how many runs of the shard on `axis` one rank holds: `outer`, less what other axes split of it."""
+    mine = layout[axis]
+    if not isinstance(mine, Shard):
+        raise ValueError(f"{mine} on axis {axis} is no shard")
+    outer = mine.outer
+    for other, (placement, size) in enumerate(zip(layout, sizes, strict=True)):
+        inside = isinstance(placement, Shard) and placement.dim == mine.dim and placement.outer < mine.outer
+        if other != axis and inside:
+            outer //= size
+    return outer
+
+
+def nest(layout: Layout, sizes: Sequence[int]) -> Layout:
+    """Return the layout in which axes that split the same digit split it one inside the other, in mesh order.
+
+    Each axis of `layout` was chosen by itself; `(S0, S0)` on sizes (2, 4) becomes `(S0, S0/2)`.
+    """
+    taken: dict[Shard, int] = {}
+    nested: list[Placement] = []
+    for placement, size in zip(layout, sizes, strict=True):
+        if isinstance(placement, Shard):
+            inside = taken.get(placement, 1)
+            taken[placement] = inside * size
+            nested.append(Shard(placement.dim, placement.outer * inside))
+        else:
+            nested.append(placement)
+    return tuple(nested)

@@ -1,0 +1,252 @@
+"""The plan: every decision about one program on one cluster, and what was predicted of it.
+
+These are the nouns; `plan_json` reads and writes the file of the contract.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout
+from autopar.ir.strategy import MeshStrategy
+from autopar.ir.tensor import TensorMeta
+
+Gather = Literal["none", "per_phase", "once"]
+"""When a parameter sharded at rest is made whole: never; in forward and again in backward; once, kept for backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterDecision:
+    """Where a parameter (or buffer) lives at rest; its gradient and optimizer state live there too."""
+
+    placements: Layout
+    gather: Gather = "none"
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorDecision:
+    """The strategy of one operator, and of all that share its decision (equal layers)."""
+
+    target: str
+    strategy: MeshStrategy
+    inputs: tuple[str, ...] = ()
+    """Names of the operators it reads (of the first of the equal ones), in `Op.refs` order."""
+
+    output: TensorMeta | None = None
+    """Global shape and dtype of its first output."""
+
+    phase: str = "forward"
+    module: str = ""
+    source: str = ""
+    instances: int = 1
+    predicted_s: float = 0.0
+    """Seconds of one instance on one device, inner collectives left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective that the program issues `count` times a step."""
+
+    op: str
+    axis: str
+    level: str
+    bytes: int
+    """Of one message: of the larger of its local buffers."""
+
+    count: int
+    phase: str
+    tensor: str
+    """What is moved: parameter name, or operator name and module."""
+
+    overlapped: bool
+    predicted_s: float
+    """Of all `count` together, overlap not subtracted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A pipeline stage; one SPMD program is a single one."""
+
+    index: int
+    ranks: tuple[int, ...]
+    blocks: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The order of micro-batches over the stages."""
+
+    name: str = "none"
+    interleave: int = 1
+    num_microbatches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """All that the rewriter and the runtime read."""
+
+    degrees: Mapping[str, int]
+    mesh: Mesh
+    parameters: Mapping[str, ParameterDecision]
+    """By fully qualified name, every tied name included."""
+
+    operators: Mapping[str, OperatorDecision]
+    """By name of the representative operator (`Graph.representative`); inputs, buffers and tangents included."""
+
+    outputs: Mapping[str, Layout]
+    """By output name: layout of each user-visible output."""
+
+    collectives: tuple[Collective, ...]
+    stages: tuple[Stage, ...] = ()
+    schedule: Schedule = field(default_factory=Schedule)
+    recompute: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a plan was made for."""
+
+    graph: str
+    cluster: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is trained and how."""
+
+    model: str
+    global_batch: int
+    microbatch: int
+    num_microbatches: int
+    precision: str
+    optimizer: str
+    tokens_per_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes per device at the peak, by what they hold."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    reserved: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the peak in bytes."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary + self.reserved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where the step's seconds go; they add up to the step time."""
+
+    compute_s: float
+    exposed_communication_s: float
+    bubble_s: float
+    optimizer_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """What the cost model predicts of one pipeline stage."""
+
+    index: int
+    step_time_s: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """What the cost model predicts of the plan."""
+
+    step_time_s: float
+    mfu: float
+    """Model FLOPs over step time, devices and the peak of the plan's precision."""
+
+    peak_memory_bytes: int
+    memory: Memory
+    memory_budget_bytes: int
+    communication_bytes: int
+    """Bytes of all messages of one step on one device."""
+
+    breakdown: Breakdown
+    per_stage: tuple[StageEstimate, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Figure name to the formula and data it comes from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solver:
+    """How far the search got: `bound` <= best possible objective <= `objective`, in seconds."""
+
+    status: Literal["optimal", "gap", "time_limit", "interrupted"]
+    objective: float
+    bound: float
+    gap: float
+    seconds: float | None
+    """None in a saved plan of a deterministic run: wall time is printed, and stored only on request."""
+
+    seed: int
+    candidates: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A candidate that lost, and why."""
+
+    degrees: Mapping[str, int]
+    step_time_s: float | None
+    peak_memory_bytes: int | None
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    """Something the user should know about the plan."""
+
+    code: str
+    text: str
+    location: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Decisions, predictions and their proof, for one program on one cluster."""
+
+    fingerprint: Fingerprint
+    workload: Workload
+    cluster: Mapping[str, Any]
+    """The resolved cluster file."""
+
+    decisions: Decisions
+    estimates: Estimates
+    solver: Solver
+    constraints: Mapping[str, Any] = field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] = ()
+    warnings: tuple[Warned, ...] = ()
+    autopar_version: str = ""
+    format_version: str = "1.0"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan file, whole or not at all; see `plan_json.save`."""
+        from autopar.ir import plan_json
+
+        plan_json.save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Return the plan in a file; see `plan_json.load`."""
+        from autopar.ir import plan_json
+
+        return plan_json.load(path)

@@ -1,0 +1,130 @@
+"""Which steps lead from one layout of a tensor to another: the only place that knows.
+
+Costs price these steps, the rewriter emits them, the report lists them. Every
+step works on one mesh axis, so any route is a sequence of five kinds:
+
+    slice           Replicate -> Shard     keep the own block; no communication
+    mask            Replicate -> Partial   keep the value on rank 0 of the axis, zero elsewhere; no communication
+    reduce_scatter  Partial   -> Shard
+    all_to_all      Shard     -> Shard     of another dimension or digit
+    all_reduce      Partial   -> Replicate
+    all_gather      Shard     -> Replicate
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_valid, local_shape
+
+StepKind = Literal["slice", "mask", "reduce_scatter", "all_to_all", "all_reduce", "all_gather"]
+
+_ORDER: tuple[StepKind, ...] = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather", "mask")
+"""Steps that shrink the local tensor first, so that the following ones move less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step on one mesh axis; `before` and `after` are whole layouts."""
+
+    kind: StepKind
+    axis: int
+    before: Layout
+    after: Layout
+
+    @property
+    def communicates(self) -> bool:
+        """Return whether ranks exchange anything."""
+        return self.kind not in {"slice", "mask"}
+
+    def message_numel(self, shape: Sequence[int], sizes: Sequence[int]) -> int:
+        """Return the elements of the larger of the local tensors before and after it.
+
+        That is the reduced buffer of an all_reduce, the gathered one of an all_gather,
+        the whole input of a reduce_scatter, the local buffer of an all_to_all.
+        """
+        return max(math.prod(local_shape(shape, layout, sizes)) for layout in (self.before, self.after))
+
+
+class NoRouteError(ValueError):
+    """No sequence of steps leads from one layout to the other (a Partial of another reduction, say)."""
+
+
+def _kind(before: Placement, after: Placement) -> StepKind:
+    match before, after:
+        case Replicate(), Shard():
+            return "slice"
+        case Replicate(), Partial("sum"):
+            return "mask"
+        case Partial(), Shard():
+            return "reduce_scatter"
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Shard(), Shard():
+            return "all_to_all"
+        case Shard(), Replicate():
+            return "all_gather"
+    raise NoRouteError(f"no collective leads from {before} to {after}")
+
+
+@lru_cache(maxsize=1 << 18)
+def route(before: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Step, ...]:
+    """Return the steps that turn a tensor of global `shape` from layout `before` into `after`; none if equal.
+
+    Steps that shrink come first; where two axes block each other (each wants the
+    digit that the other still splits), one is gathered and sliced again.
+
+    Raises:
+        NoRouteError: some axis would need a reduction that `before` does not hold.
+    """
+    steps: list[Step] = []
+    now = before
+    while now != after:
+        step = _next(now, after, shape, sizes)
+        steps.append(step)
+        now = step.after
+    return tuple(steps)
+
+
+def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Step:
+    found: list[tuple[int, int, Step]] = []
+    for axis, (have, want) in enumerate(zip(now, after, strict=True)):
+        if have == want:
+            continue
+        kind = _kind_through_replicate(have, want)
+        target: Placement = want if kind == _kind_or_none(have, want) else Replicate()
+        reached = (*now[:axis], target, *now[axis + 1 :])
+        if is_valid(shape, reached, sizes):
+            found.append((_ORDER.index(kind), axis, Step(kind, axis, now, reached)))
+    if found:
+        return min(found)[2]
+    for axis, (have, want) in enumerate(zip(now, after, strict=True)):
+        if have != want and isinstance(have, Shard):
+            return Step("all_gather", axis, now, (*now[:axis], Replicate(), *now[axis + 1 :]))
+    raise NoRouteError(f"no steps lead from {now} to {after} for shape {shape}")
+
+
+def _kind_or_none(have: Placement, want: Placement) -> StepKind | None:
+    try:
+        return _kind(have, want)
+    except NoRouteError:
+        return None
+
+
+def _kind_through_replicate(have: Placement, want: Placement) -> StepKind:
+    """Return the step to take now: the direct one, or for a shard that becomes a partial, the gather before it."""
+    if isinstance(have, Shard) and isinstance(want, Partial):
+        return "all_gather"
+    return _kind(have, want)
+
+
+def is_reachable(before: Layout, after: Layout) -> bool:
+    """Return whether `route` finds steps from `before` to `after`."""
+    return all(
+        have == want or not isinstance(want, Partial) or (want.reduce == "sum" and not isinstance(have, Partial))
+        for have, want in zip(before, after, strict=True)
+    )
