@@ -8,11 +8,14 @@ Schema of the same reading, so that the two cannot drift apart.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -57,14 +60,13 @@ def encode(value: Any) -> Any:
             if not math.isfinite(value):
                 raise ValueError(f"{value} has no place in a plan file: figures are finite")
             return float(value) + 0.0  # -0.0 becomes 0.0
-    if dataclasses.is_dataclass(value):
-        return {name: _field(kind, getattr(value, name)) for name, kind, _ in _fields(type(value))}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.key: _field(each.kind, getattr(value, each.name)) for each in _fields(type(value))}
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def _field(kind: Any, value: Any) -> Any:
-    is_float = kind is float or float in typing.get_args(kind)
-    return encode(float(value) if is_float and value is not None else value)
+    return encode(float(value) if kind in {float, float | None} and value is not None else value)
 
 
 def decode(kind: Any, value: Any, path: str = "") -> Any:
@@ -82,7 +84,7 @@ def schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON Schema of values of type `kind`; dataclasses go to `definitions` by name."""
     if kind is Any:
         return {}
-    if kind is Placement:
+    if kind == Placement:
         return {"type": "string", "pattern": PLACEMENT_PATTERN}
     if kind is Mesh:
         return {"type": "array", "items": schema_of(Axis, definitions)}
@@ -92,7 +94,7 @@ def schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(parts)}
     if origin in {typing.Union, types.UnionType}:
-        return {"anyOf": [schema_of(part, definitions) for part in parts]}
+        return {"anyOf": [schema_of(_present(parts), definitions), {"type": "null"}]}
     if origin is tuple:
         return {"type": "array", "items": schema_of(parts[0], definitions)}
     if origin is Mapping:
@@ -107,8 +109,8 @@ def object_schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON Schema of the object that a dataclass is written as."""
     return {
         "type": "object",
-        "required": [name for name, _, required in _fields(kind) if required],
-        "properties": {name: schema_of(part, definitions) for name, part, _ in _fields(kind)},
+        "required": [each.key for each in _fields(kind) if each.required],
+        "properties": {each.key: schema_of(each.kind, definitions) for each in _fields(kind)},
     }
 
 
@@ -117,21 +119,39 @@ _SCALARS: Mapping[Any, str] = {str: "string", bool: "boolean", int: "integer", f
 _Decoder = Callable[[Any, str], Any]
 
 
-@lru_cache(maxsize=None)
-def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
-    """Return name, type and whether it must be there, of each field."""
+_KEY: Mapping[tuple[type, str], str] = {(Axis, "name"): "axis"}
+"""Fields that the file calls otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field of a dataclass: its key in the file, its type, whether it must be there."""
+
+    name: str
+    key: str
+    kind: Any
+    required: bool
+
+
+@cache
+def _fields(kind: type) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(kind)
     return tuple(
-        (each.name, hints[each.name], each.default is each.default_factory is dataclasses.MISSING)
+        _Field(
+            each.name,
+            _KEY.get((kind, each.name), each.name),
+            hints[each.name],
+            required=each.default is each.default_factory is dataclasses.MISSING,
+        )
         for each in dataclasses.fields(kind)
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _decoder(kind: Any) -> _Decoder:
     if kind is Any:
         return lambda value, path: value
-    if kind is Placement:
+    if kind == Placement:
         return _placement
     if kind is Mesh:
         axes = _sequence(Axis)
@@ -168,6 +188,8 @@ def _scalar(kind: Any) -> _Decoder:
     def read(value: Any, path: str) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise DecodeError(path, f"must be {_ARTICLE[_SCALARS[kind]]}, and is {_what(value)}")
+        if kind is float and not math.isfinite(value):
+            raise DecodeError(path, f"must be a finite number, and is {value}")
         return float(value) if kind is float else value
 
     return read
@@ -207,9 +229,13 @@ def _one_of(known: tuple[Any, ...]) -> _Decoder:
 
 
 def _optional(parts: tuple[Any, ...]) -> _Decoder:
-    (part,) = (each for each in parts if each is not type(None))
-    inner = _decoder(part)
+    inner = _decoder(_present(parts))
     return lambda value, path: None if value is None else inner(value, path)
+
+
+def _present(parts: tuple[Any, ...]) -> Any:
+    """Return the type that an optional one has when it is there."""
+    return functools.reduce(operator.or_, (each for each in parts if each is not type(None)))
 
 
 def _sequence(part: Any) -> _Decoder:
@@ -235,17 +261,17 @@ def _mapping(part: Any) -> _Decoder:
 
 
 def _object(kind: Any) -> _Decoder:
-    parts = [(name, _decoder(part), required) for name, part, required in _fields(kind)]
+    parts = [(each, _decoder(each.kind)) for each in _fields(kind)]
 
     def read(value: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
             raise DecodeError(path, f"must be an object, and is {_what(value)}")
         found = {}
-        for name, inner, required in parts:
-            at = f"{path}.{name}" if path else name
-            if name in value:
-                found[name] = inner(value[name], at)
-            elif required:
+        for each, inner in parts:
+            at = f"{path}.{each.key}" if path else each.key
+            if each.key in value:
+                found[each.name] = inner(value[each.key], at)
+            elif each.required:
                 raise DecodeError(at, "is missing")
         return kind(**found)
 

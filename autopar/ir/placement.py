@@ -145,3 +145,14 @@ def nest(layout: Layout, sizes: Sequence[int]) -> Layout:
         else:
             nested.append(placement)
     return tuple(nested)
+
+
+def is_at_rest(layout: Layout, sizes: Sequence[int]) -> bool:
+    """Return whether a tensor may stay in this layout outside the program: whole, or split one axis inside the other.
+
+    These are the layouts that DTensor writes as plain shards, left to right.
+    """
+    if any(isinstance(placement, Partial) for placement in layout):
+        return False
+    plain = tuple(Shard(p.dim) if isinstance(p, Shard) else p for p in layout)
+    return nest(plain, sizes) == layout

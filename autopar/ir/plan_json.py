@@ -24,6 +24,9 @@ FORMAT_VERSION = "1.0"
 
 SCHEMA_ID = "https://json-schema.org/draft/2020-12/schema"
 _MAJOR = FORMAT_VERSION.partition(".")[0]
+_FIRST = ("format_version", "autopar_version")
+"""What a reader has to know before the rest."""
+
 _LINE = 110
 """Columns up to which a list or object stays on one line."""
 
@@ -39,7 +42,8 @@ def to_json(plan: Plan) -> str:
     """
     for path, problem in inconsistencies(plan):
         raise ValueError(f"the plan contradicts itself: {path} {problem}")
-    document = encode(plan)
+    fields = encode(plan)
+    document = {key: fields.pop(key) for key in _FIRST} | fields
     document["digest"] = _digests(document)
     return f"{_pretty(document, 0)[0]}\n"
 
@@ -54,6 +58,8 @@ def from_json(text: str, name: str = "plan") -> Plan:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise _not_json(name, text, error) from None
+    except RecursionError:
+        raise UsageError(f"{name} is no plan file: it nests thousands of lists or objects") from None
     if not isinstance(document, Mapping) or "format_version" not in document:
         raise UsageError(f"{name} is no plan file: it has no format_version; `autopar plan MODEL -o FILE` writes one")
     _check_version(name, document["format_version"])

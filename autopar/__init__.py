@@ -1,0 +1,77 @@
+"""autopar: one PyTorch model and one cluster file in, a sharded program out.
+
+    model = autopar.compile(model, "cluster.yaml", example_inputs=batch)
+
+Names are resolved when first used, so that `import autopar` (and every command
+that only reads plans) starts without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from autopar.version import __version__
+
+if TYPE_CHECKING:
+    from autopar.api import compile, plan
+    from autopar.errors import (
+        AutoparError,
+        CaptureError,
+        InfeasibleError,
+        InputMismatchError,
+        RanksDisagreeError,
+        StalePlanError,
+        UnknownOperatorError,
+        UsageError,
+    )
+    from autopar.ir.plan import Plan
+    from autopar.options import PlanOptions
+    from cost_models.cluster import ClusterSpec
+
+_HOME = {
+    "compile": "autopar.api",
+    "plan": "autopar.api",
+    "ClusterSpec": "cost_models.cluster",
+    "Plan": "autopar.ir.plan",
+    "PlanOptions": "autopar.options",
+    "AutoparError": "autopar.errors",
+    "CaptureError": "autopar.errors",
+    "InfeasibleError": "autopar.errors",
+    "InputMismatchError": "autopar.errors",
+    "RanksDisagreeError": "autopar.errors",
+    "StalePlanError": "autopar.errors",
+    "UnknownOperatorError": "autopar.errors",
+    "UsageError": "autopar.errors",
+}
+"""Public name to the module that defines it."""
+
+__all__ = [
+    "AutoparError",
+    "CaptureError",
+    "ClusterSpec",
+    "InfeasibleError",
+    "InputMismatchError",
+    "Plan",
+    "PlanOptions",
+    "RanksDisagreeError",
+    "StalePlanError",
+    "UnknownOperatorError",
+    "UsageError",
+    "__version__",
+    "compile",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m autopar`."""
+
+from autopar.cli import run
+
+run()

@@ -1,0 +1,90 @@
+"""Errors about what cannot be planned, with what would make it possible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil, prod
+
+from autopar.costs.liveness import local_bytes
+from autopar.costs.outcome import Outcome
+from autopar.errors import InfeasibleError
+from autopar.figures import format_bytes
+from autopar.options import PlanOptions
+from cost_models.cluster import ClusterSpec
+
+_LARGEST = 3
+
+
+def degrees(fixed: Mapping[str, int], forbidden: Sequence[str], devices: int) -> InfeasibleError:
+    """Return the error about degrees that cannot fill the cluster."""
+    product = prod(fixed.values())
+    said = " ".join([*(f"--fix {k}={v}" for k, v in fixed.items()), *(f"--forbid {k}" for k in forbidden)])
+    if devices % product:
+        return InfeasibleError(
+            f"{said}: {product} ranks do not divide the cluster's {devices} devices; choose degrees whose product "
+            f"divides {devices}"
+        )
+    return InfeasibleError(
+        f"{said}: the degrees use {product} of {devices} devices and nothing may use the remaining factor "
+        f"{devices // product}; raise a degree, leave one free, or take a cluster of {product} devices"
+    )
+
+
+def wishes(reason: str) -> InfeasibleError:
+    """Return the error about wishes that leave no plan."""
+    return InfeasibleError(f"no plan satisfies the constraints: {reason}")
+
+
+def memory(least: Outcome, budget_bytes: int, cluster: ClusterSpec, options: PlanOptions) -> InfeasibleError:
+    """Return the error about a program whose smallest plan does not fit: by how much, why, and what would do."""
+    held = least.memory()
+    lines = [
+        f"no plan fits: even the smallest needs {format_bytes(held.total)} per device and the budget is "
+        f"{format_bytes(budget_bytes)} ({format_bytes(cluster.memory_bytes)} less the margin of "
+        f"{options.memory_margin:.0%}).",
+        "Largest tensors in that plan:",
+        *(f"    {format_bytes(size):>12}  {name}" for size, name in _largest(least)),
+    ]
+    parts = {
+        "parameters": held.parameters, "gradients": held.gradients, "optimizer state": held.optimizer,
+        "activations": held.activations, "temporaries": held.temporary, "reserved": held.reserved,
+    }  # fmt: skip
+    lines.append("It holds " + ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size) + ".")
+    lines.append("What would make it fit: " + "; ".join(_ways_out(least, budget_bytes, cluster, options)) + ".")
+    return InfeasibleError("\n".join(lines))
+
+
+def _largest(least: Outcome) -> list[tuple[int, str]]:
+    graph, sizes = least.graph, least.links.sizes
+    found: dict[str, int] = {}
+    for op in graph.ops:
+        for index, meta in enumerate(op.outputs):
+            if meta is None or (op.kind == "call" and not op.refs):
+                continue
+            layout = least.strategy(graph.representative(op.name)).outputs[index]
+            name = op.target if op.kind != "call" else f"{op.where}"
+            found[name] = max(found.get(name, 0), round(local_bytes(meta, layout, sizes)))
+    return [(size, name) for name, size in sorted(found.items(), key=lambda item: -item[1])[:_LARGEST]]
+
+
+def _ways_out(least: Outcome, budget_bytes: int, cluster: ClusterSpec, options: PlanOptions) -> list[str]:
+    held = least.memory()
+    ways = []
+    if held.total <= cluster.memory_bytes and options.memory_margin > 0:
+        margin = max(0.0, 1.0 - held.total / cluster.memory_bytes)
+        ways.append(f"--memory-margin {margin * 100:.1f}%")
+    moving = held.activations + held.temporary
+    resting = held.total - moving
+    batch = least.graph.batch_size
+    if resting < budget_bytes and batch > 1 and moving:
+        smaller = int(batch * (budget_bytes - resting) / moving)
+        if 1 <= smaller < batch:
+            ways.append(f"a global batch of about {smaller} instead of {batch} (--batch {smaller})")
+    splittable = held.total - held.reserved
+    if budget_bytes > held.reserved:
+        devices = ceil(cluster.device_count * splittable / (budget_bytes - held.reserved))
+        ways.append(f"about {devices} devices instead of {cluster.device_count}, if everything divides")
+    ways.append(f"devices with {format_bytes(ceil(held.total / (1.0 - options.memory_margin)))} of memory")
+    if options.optimizer in {"adam", "adamw"}:
+        ways.append(f"an optimizer without state ({format_bytes(held.optimizer)} less: --optimizer sgd)")
+    return ways

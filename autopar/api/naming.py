@@ -1,0 +1,62 @@
+"""What the axes of a solved mesh turned out to be, in the field's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.costs.outcome import Outcome
+from autopar.costs.roles import parameter_like
+from autopar.ir.mesh import AXIS_NAMES, Axis, Mesh
+from autopar.ir.placement import Shard
+from autopar.search.meshes import Candidate
+
+
+def name_axes(outcome: Outcome, candidate: Candidate) -> tuple[Mesh, dict[str, int]]:
+    """Return the mesh with its axes named after what the plan does along them, and the degree of each kind.
+
+    An axis along which operators use parameters in pieces is `tp`; one that only keeps parameters in
+    pieces at rest is `dp_shard`; else it is `dp_replicate`. A name that comes again gets a number.
+    """
+    names = [axis.role if axis.role != "free" else _role(outcome, place) for place, axis in enumerate(candidate)]
+    names = [_unsharded(outcome, place, name) for place, name in enumerate(names)]
+    sizes = [axis.size for axis in candidate]
+    axes = tuple(Axis(_numbered(names, place), size, outcome.links.level(place)) for place, size in enumerate(sizes))
+    return Mesh(axes), degrees(names, sizes)
+
+
+def degrees(names: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
+    """Return the degree of each kind of parallelism, 1 where there is none."""
+    found = dict.fromkeys(AXIS_NAMES, 1)
+    for name, size in zip(names, sizes, strict=True):
+        found[name] *= size
+    return found
+
+
+def wished(candidate: Candidate) -> Mapping[str, int]:
+    """Return the degrees of a candidate that was not solved to the end."""
+    return degrees([axis.role if axis.role != "free" else "tp" for axis in candidate], [a.size for a in candidate])
+
+
+def _numbered(names: Sequence[str], place: int) -> str:
+    before = sum(name == names[place] for name in names[:place])
+    return f"{names[place]}_{before + 1}" if before else names[place]
+
+
+def _role(outcome: Outcome, axis: int) -> str:
+    starts = parameter_like(outcome.graph)
+    for op in outcome.graph.ops:
+        if op.kind != "call" or op.name in starts:
+            continue
+        strategy = outcome.strategy(outcome.graph.representative(op.name)).axes[axis]
+        if any(ref.op in starts and isinstance(p, Shard) for ref, p in zip(op.refs, strategy.inputs, strict=True)):
+            return "tp"
+    return "dp_shard"
+
+
+def _unsharded(outcome: Outcome, axis: int, name: str) -> str:
+    """Return `dp_replicate` for a data-parallel axis along which no parameter is sharded."""
+    if name != "dp_shard":
+        return name
+    parameters = (op for op in outcome.graph.ops if op.kind == "parameter")
+    layouts = (outcome.layout(outcome.graph.representative(op.name)) for op in parameters)
+    return name if any(isinstance(layout[axis], Shard) for layout in layouts) else "dp_replicate"

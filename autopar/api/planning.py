@@ -1,0 +1,261 @@
+"""From one captured program and a cluster to a plan: every candidate mesh is solved, the fastest that fits wins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from autopar.api import infeasible
+from autopar.api.naming import name_axes, wished
+from autopar.api.wishes import Wishes, check_names, read_wishes, unfold_if_split
+from autopar.costs.links import Links
+from autopar.costs.outcome import Outcome
+from autopar.costs.table import Builder, Pricing
+from autopar.costs.timing import timing
+from autopar.errors import InfeasibleError, UnknownOperatorError, UsageError
+from autopar.ir.graph import Graph, Op
+from autopar.ir.plan import Alternative, Fingerprint, Plan, Solver, Warned, Workload
+from autopar.options import PlanOptions
+from autopar.progress import Progress, Silent
+from autopar.search.ilp import Limits, Solution, smallest_peak, solve
+from autopar.search.meshes import Candidate, candidates
+from autopar.strategies import axis_strategies
+from autopar.strategies.compose import compose
+from autopar.version import __version__
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import CostModelError
+
+PEAK_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The type whose peak MFU refers to, by precision."""
+
+_SECONDS_STEPS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is planned: a captured graph and what it stands for."""
+
+    graph: Graph
+    name: str
+    torch_version: str
+    tokens_per_step: int | None = None
+
+
+@dataclass
+class Solved:
+    """One candidate mesh and how its search ended."""
+
+    candidate: Candidate
+    solution: Solution
+    outcome: Outcome | None = None
+    step_s: float = inf
+    why_not: str = ""
+
+
+@dataclass
+class Planner:
+    """One run of the outer search."""
+
+    program: Program
+    cluster: ClusterSpec
+    options: PlanOptions
+    progress: Progress = field(default_factory=Silent)
+    _unknown: dict[str, Op] = field(init=False, default_factory=dict)
+
+    def plan(self) -> Plan:
+        """Return the fastest plan that fits.
+
+        Raises:
+            InfeasibleError: no plan satisfies the memory budget and the constraints.
+            UnknownOperatorError: `strict`, and some operators have no sharding rule.
+            UsageError: the cluster or a wish is not plannable.
+        """
+        started = time.monotonic()
+        wishes = read_wishes(self.options)
+        check_names(self.program.graph, wishes)
+        graph = unfold_if_split(self.program.graph, wishes)
+        meshes = self._meshes(wishes)
+        self.progress.phase(f"search over {len(meshes)} mesh{'es' if len(meshes) > 1 else ''}")
+        solved = self._solve_all(graph, meshes, wishes, started)
+        best = min(solved, key=lambda each: each.step_s)
+        if best.outcome is None:
+            raise self._infeasible(graph, wishes, solved)
+        return self._finish(best, solved, time.monotonic() - started)
+
+    def _meshes(self, wishes: Wishes) -> list[Candidate]:
+        try:
+            per_node, devices = self.cluster.devices_per_node, self.cluster.device_count
+            _ = self.cluster.device
+        except CostModelError as error:
+            raise UsageError(str(error)) from None
+        found = candidates(devices, per_node, wishes.fixed, wishes.forbidden)
+        if not found:
+            raise infeasible.degrees(wishes.fixed, wishes.forbidden, devices)
+        return found
+
+    def _solve_all(self, graph: Graph, meshes: Sequence[Candidate], wishes: Wishes, started: float) -> list[Solved]:
+        solved: list[Solved] = []
+        best = inf
+        for number, candidate in enumerate(meshes):
+            left = self.options.time_limit - (time.monotonic() - started)
+            if left <= 0 and best < inf:
+                solved.append(
+                    Solved(candidate, Solution("time_limit", (), inf, 0.0), why_not="time limit reached before")
+                )
+                continue
+            one = self._solve(graph, candidate, wishes, best, max(left, 1.0))
+            solved.append(one)
+            best = min(best, one.step_s)
+            self.progress.update(best_s=best if best < inf else None, done=number + 1, total=len(meshes))
+        return solved
+
+    def _solve(self, graph: Graph, candidate: Candidate, wishes: Wishes, cutoff_s: float, seconds: float) -> Solved:
+        try:
+            links, pricing = self._price(graph, candidate, wishes)
+        except (CostModelError, InfeasibleError) as error:
+            return Solved(candidate, Solution("infeasible", (), inf, inf), why_not=str(error))
+        limits = Limits(self._budget, seconds, self.options.gap, self.options.seed, cutoff_s)
+        solution = solve(pricing.table, limits)
+        if not solution.options:
+            why = {
+                "infeasible": "does not fit in memory",
+                "cutoff": "does not fit in memory, or is proven slower than the plan",
+                "time_limit": "no plan found within the time limit",
+            }
+            return Solved(candidate, solution, why_not=why.get(solution.status, solution.status))
+        outcome = Outcome(graph, pricing, links, solution.options, self.options.optimizer)
+        return Solved(candidate, solution, outcome, timing(pricing.table, solution.options).step_s)
+
+    def _price(self, graph: Graph, candidate: Candidate, wishes: Wishes) -> tuple[Links, Pricing]:
+        sizes = tuple(axis.size for axis in candidate)
+        links = Links(self.cluster, sizes)
+        choices = compose(graph, wishes.axes(candidate), axis_strategies)
+        self._note_unknown(choices.unknown)
+        options = wishes.apply(graph, candidate, choices.of)
+        return links, Builder(graph, options, links, self.options.optimizer, wishes.gathers).build()
+
+    def _note_unknown(self, unknown: Sequence[Op]) -> None:
+        for op in unknown:
+            self._unknown.setdefault(op.target, op)
+        if self.options.strict and self._unknown:
+            raise no_rule(tuple(self._unknown.values()))
+
+    @property
+    def _budget(self) -> int:
+        return int(self.cluster.memory_bytes * (1.0 - self.options.memory_margin))
+
+    def _infeasible(self, graph: Graph, wishes: Wishes, solved: Sequence[Solved]) -> InfeasibleError:
+        """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
+        least: Outcome | None = None
+        reasons = [one.why_not for one in solved if one.solution.status == "infeasible"]
+        for one in solved:
+            try:
+                links, pricing = self._price(graph, one.candidate, wishes)
+            except (CostModelError, InfeasibleError):
+                continue
+            found = smallest_peak(pricing.table, Limits(self._budget, 20.0, 0.01, self.options.seed))
+            if not found.options:
+                continue
+            outcome = Outcome(graph, pricing, links, found.options, self.options.optimizer)
+            if least is None or outcome.memory().total < least.memory().total:
+                least = outcome
+        if least is None:
+            return infeasible.wishes(reasons[0] if reasons else "no candidate mesh admits a plan")
+        return infeasible.memory(least, self._budget, self.cluster, self.options)
+
+    def _finish(self, best: Solved, solved: Sequence[Solved], seconds: float) -> Plan:
+        outcome = best.outcome
+        if outcome is None:
+            raise RuntimeError("a plan without an outcome cannot be finished")
+        graph, options = self.program.graph, self.options
+        mesh, degrees = name_axes(outcome, best.candidate)
+        estimates = outcome.estimates(self._budget, PEAK_DTYPE[options.precision])
+        batch = graph.batch_size
+        return Plan(
+            fingerprint=Fingerprint(
+                graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
+            ),
+            workload=Workload(
+                model=self.program.name,
+                global_batch=batch,
+                microbatch=batch,
+                num_microbatches=1,
+                precision=options.precision,
+                optimizer=options.optimizer,
+                tokens_per_step=self.program.tokens_per_step,
+            ),
+            cluster=self.cluster.to_dict(),
+            decisions=outcome.decisions(mesh, degrees),
+            estimates=estimates,
+            solver=_solver(best, solved, seconds, options),
+            constraints=options.constraints,
+            alternatives=_alternatives(best, solved, options.top_k),
+            warnings=tuple(self._warnings(outcome)),
+            autopar_version=__version__,
+        )
+
+    def _warnings(self, outcome: Outcome) -> list[Warned]:
+        found = [
+            Warned(
+                code="no-rule",
+                text=f"{op.target} has no sharding rule; it runs whole on every rank (--strict makes this an error)",
+                location=", ".join(part for part in (op.module, op.source) if part),
+            )
+            for op in self._unknown.values()
+        ]
+        batch = self.program.graph.batch_size
+        if outcome.links.sizes and batch and all(batch % size for size in outcome.links.sizes if size > 1):
+            sizes = " x ".join(map(str, outcome.links.sizes))
+            text = f"the batch of {batch} divides by no mesh axis ({sizes}), so data parallelism was not possible"
+            found.append(Warned(code="indivisible-batch", text=text))
+        return found
+
+
+def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:
+    """Return the error about operators that no sharding rule covers, all of them."""
+    lines = "\n".join(f"    {op.where}" for op in unknown)
+    return UnknownOperatorError(
+        f"{len(unknown)} operator{'s have' if len(unknown) > 1 else ' has'} no sharding rule:\n{lines}\n"
+        "Register one with torch.distributed.tensor.experimental.register_sharding, or leave out --strict to run them "
+        "whole on every rank."
+    )
+
+
+def _solver(best: Solved, solved: Sequence[Solved], seconds: float, options: PlanOptions) -> Solver:
+    """Return the proof: no candidate can be faster than the least of their bounds."""
+    bounds = [one.solution.bound_s for one in solved if one.solution.status not in {"infeasible", "cutoff"}]
+    bound = min([best.step_s, *bounds])
+    gap = (best.step_s - bound) / best.step_s if best.step_s else 0.0
+    stopped = any(one.solution.status == "time_limit" for one in solved)
+    return Solver(
+        status="time_limit" if stopped else "optimal" if gap < 1e-6 else "gap",
+        objective=best.step_s,
+        bound=bound,
+        gap=gap,
+        seconds=next((step for step in _SECONDS_STEPS if seconds <= step), seconds),
+        seed=options.seed,
+        candidates=len(solved),
+    )
+
+
+def _alternatives(best: Solved, solved: Sequence[Solved], top_k: int) -> tuple[Alternative, ...]:
+    others = sorted((one for one in solved if one is not best), key=lambda one: one.step_s)
+    return tuple(_alternative(one, best) for one in others[:top_k])
+
+
+def _alternative(one: Solved, best: Solved) -> Alternative:
+    if one.outcome is None:
+        return Alternative(degrees=wished(one.candidate), step_time_s=None, peak_memory_bytes=None, why_not=one.why_not)
+    _, degrees = name_axes(one.outcome, one.candidate)
+    slower = one.step_s / best.step_s - 1.0 if best.step_s else 0.0
+    return Alternative(
+        degrees=degrees,
+        step_time_s=one.step_s,
+        peak_memory_bytes=one.outcome.memory().total,
+        why_not=f"{slower:.1%} slower" if slower > 0 else "as fast, found later",
+    )
+
+
+Degrees = Mapping[str, int]

@@ -1,0 +1,164 @@
+"""The user's wishes, applied to the choices of a candidate mesh before it is solved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.graph import Graph, Op
+from autopar.ir.placement import Placement, Shard
+from autopar.ir.plan import Gather
+from autopar.ir.strategy import MeshStrategy
+from autopar.options import Constraint, PlanOptions
+from autopar.search.meshes import Candidate
+from autopar.strategies.compose import AxisSpec
+from autopar.suggest import did_you_mean
+
+Options = Mapping[str, tuple[MeshStrategy, ...]]
+_LATER = ("pp", "cp", "ep", "interleave")
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user fixed, in the terms of the search."""
+
+    fixed: Mapping[str, int]
+    """Degrees by role."""
+
+    forbidden: tuple[str, ...]
+    zero: int | None
+    constraints: tuple[Constraint, ...]
+
+    @property
+    def gathers(self) -> frozenset[Gather]:
+        """Return how parameters sharded at rest may be gathered: ZeRO 1 and 2 once a step, 3 in each phase."""
+        if self.zero in {1, 2}:
+            return frozenset({"once"})
+        return frozenset({"per_phase"}) if self.zero == 3 else frozenset({"per_phase", "once"})
+
+    def axes(self, candidate: Candidate) -> tuple[AxisSpec, ...]:
+        """Return what the strategies are to offer along each axis of a candidate."""
+        roles = {"dp_replicate": "batch", "dp_shard": "batch", "tp": "tensor", "free": "free"}
+        whole = {"dp_replicate"} | ({"dp_shard", "free"} if self.zero == 0 else set())
+        return tuple(
+            AxisSpec(axis.size, role=roles[axis.role], shard_parameters=axis.role not in whole)  # type: ignore[arg-type]
+            for axis in candidate
+        )
+
+    def apply(self, graph: Graph, candidate: Candidate, options: Options) -> Options:
+        """Return the options that honour the wishes.
+
+        Raises:
+            InfeasibleError: a constraint leaves a parameter without any placement.
+        """
+        left = dict(options)
+        for op in graph.ops:
+            if op.kind != "parameter" or graph.representative(op.name) != op.name:
+                continue
+            for place, axis in enumerate(candidate):
+                wants_shard = axis.role == "dp_shard" and ("dp_shard" in self.fixed or self.zero in {1, 2, 3})
+                wants_split = axis.role == "tp" and _is_matrix(op)
+                if wants_shard or wants_split:
+                    sharded = tuple(s for s in left[op.name] if isinstance(s.axes[place].outputs[0], Shard))
+                    left[op.name] = sharded or left[op.name]
+            for constraint in self.constraints:
+                if _concerns(constraint, graph, op):
+                    left[op.name] = _constrained(constraint, op, candidate, left[op.name])
+        return left
+
+
+def read_wishes(options: PlanOptions) -> Wishes:
+    """Return the wishes of the options.
+
+    Raises:
+        UsageError: a wish asks for what this version does not do.
+    """
+    fix = options.fix
+    for key in _LATER:
+        if int(fix.get(key, 1)) > 1:
+            raise not_yet(key, fix[key])
+    for key, only in (("schedule", "none"), ("recompute", "none")):
+        if fix.get(key, only) != only:
+            raise not_yet(key, fix[key])
+    if "microbatch" in fix and options.batch is not None and fix["microbatch"] != options.batch:
+        raise not_yet("microbatch", fix["microbatch"])
+    if "sequence_parallel" in fix:
+        raise not_yet("sequence_parallel", fix["sequence_parallel"])
+    roles = ("dp_replicate", "dp_shard", "tp")
+    zero = fix.get("zero")
+    return Wishes(
+        fixed={key: int(fix[key]) for key in roles if key in fix},
+        forbidden=tuple(key for key in options.forbid if key in roles),
+        zero=0 if "zero" in options.forbid else int(zero) if zero is not None else None,
+        constraints=options.constraint,
+    )
+
+
+def not_yet(key: str, value: object) -> UsageError:
+    """Return the error about a wish that this version cannot grant."""
+    return UsageError(
+        f"--fix {key}={value}: this version plans one SPMD program (dp_replicate, dp_shard, tp, zero); leave {key} out"
+    )
+
+
+def unfold_if_split(graph: Graph, wishes: Wishes) -> Graph:
+    """Return the graph with its equal layers apart, if a constraint tells them apart."""
+    concerned: dict[str, set[bool]] = {}
+    for op in graph.ops:
+        if op.kind == "parameter":
+            for number, constraint in enumerate(wishes.constraints):
+                key = f"{number} {graph.representative(op.name)}"
+                concerned.setdefault(key, set()).add(_concerns(constraint, graph, op))
+    return replace(graph, fold={}) if any(len(found) > 1 for found in concerned.values()) else graph
+
+
+def check_names(graph: Graph, wishes: Wishes) -> None:
+    """Check that every constraint names a parameter.
+
+    Raises:
+        UsageError: one names none, with the closest name.
+    """
+    names = [name for op in graph.ops if op.kind == "parameter" for name in _names(graph, op)]
+    for constraint in wishes.constraints:
+        if not any(fnmatchcase(name, constraint.name) for name in names):
+            raise UsageError(
+                f"--constraint '{constraint}': the model has no parameter {constraint.name!r}"
+                f"{did_you_mean(constraint.name, names)}; it has {len(names)} parameters"
+            )
+
+
+def _names(graph: Graph, op: Op) -> tuple[str, ...]:
+    return graph.aliases.get(op.target, (op.target,))
+
+
+def _concerns(constraint: Constraint, graph: Graph, op: Op) -> bool:
+    return any(fnmatchcase(name, constraint.name) for name in _names(graph, op))
+
+
+def _is_matrix(op: Op) -> bool:
+    meta = op.outputs[0]
+    return meta is not None and len(meta.shape) >= 2
+
+
+def _constrained(
+    constraint: Constraint, op: Op, candidate: Candidate, options: tuple[MeshStrategy, ...]
+) -> tuple[MeshStrategy, ...]:
+    places = [p for p, axis in enumerate(candidate) if axis.role in {constraint.axis, "free"}]
+    if not places:
+        return options if not isinstance(constraint.placement, Shard) else ()
+    kept = tuple(s for s in options if s.axes[places[-1]].outputs[0] == constraint.placement)
+    if not kept:
+        offered = {s.axes[places[-1]].outputs[0] for s in options}
+        raise constraint_impossible(constraint, op, candidate[places[-1]].size, offered)
+    return kept
+
+
+def constraint_impossible(constraint: Constraint, op: Op, size: int, offered: set[Placement | None]) -> InfeasibleError:
+    """Return the error about a placement that a parameter cannot have."""
+    shape = list(op.outputs[0].shape) if op.outputs[0] is not None else []
+    return InfeasibleError(
+        f"--constraint '{constraint}' cannot be met: {op.target} has shape {shape} and the axis {constraint.axis} has "
+        f"{size} ranks; possible there: {', '.join(sorted(map(str, offered)))}"
+    )

@@ -1,0 +1,144 @@
+"""`capture`: the one entry of this package, and what it returns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar._torch import AOTInput, FakeTensorMode, TorchDynamoException
+from autopar.capture.blocks import find_blocks
+from autopar.capture.call import CallSpec, ResultSpec, read_call
+from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable
+from autopar.capture.fake import FakeModel
+from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
+from autopar.capture.origin import user_line
+from autopar.capture.trace import PREFIX, Traced, trace
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.graph import Graph
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One program: a model's forward and backward for one form of call."""
+
+    joint: fx.GraphModule
+    """Takes `placeholders` in order; returns a flat tuple beside `graph.outputs`, `None` where a gradient does not exist."""
+
+    graph: Graph
+    call: CallSpec
+    result: ResultSpec
+    placeholders: tuple[Placeholder, ...]
+    constants: Mapping[str, torch.Tensor]
+    """By name of the op: tensors that the program holds itself (literals, plain tensor attributes of modules).
+
+    One on meta has no value: the model kept it as an attribute while it was on meta.
+    """
+
+    training: bool
+    with_backward: bool
+
+
+def capture(model: nn.Module, example_inputs: object, *, training: bool = True, with_backward: bool = True) -> Captured:
+    """Return the program of `model` for calls like the example (a tuple of arguments, or a dict of keyword arguments).
+
+    Every differentiable output gets a tangent, every trained parameter a gradient. Modules that differ from the
+    model's own mode (frozen BatchNorm) keep theirs if `training` is the mode that the model is in already.
+
+    Raises:
+        UsageError: the example inputs are not of a form that the model's forward takes.
+        CaptureError: the model is no static graph; the text names the user's line and the way out.
+    """
+    if not isinstance(model, nn.Module):
+        raise not_a_module(type(model).__name__)
+    name = type(model).__name__
+    call, examples = read_call(model, example_inputs)
+    if not examples:
+        raise no_tensor_inputs(name)
+    try:
+        fake = FakeModel(model, FakeTensorMode(allow_non_fake_inputs=True))
+        if fake.module.training != training:
+            fake.module.train(training)
+        traced = trace(fake, call, [fake.fake(each) for each in examples], with_backward=with_backward, name=name)
+        return _assemble(name, fake, call, traced, training=training, with_backward=with_backward)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise _explain(name, error) from error
+
+
+def _assemble(
+    name: str, fake: FakeModel, call: CallSpec, traced: Traced, *, training: bool, with_backward: bool
+) -> Captured:
+    joint = traced.joint
+    joint.graph.set_codegen(fx.graph.CodeGen())
+    names = Names(
+        model=name,
+        prefix=PREFIX,
+        modules=frozenset(path for path, _ in fake.module.named_modules(remove_duplicate=False)),
+        inputs=[each.path for each in call.tensors],
+        outputs=traced.result.names(),
+        loose=frozenset(traced.loose),
+        trained=frozenset(path for path, each in fake.module.named_parameters() if each.requires_grad),
+        graded_inputs=frozenset(i for i, each in enumerate(call.tensors) if each.requires_grad),
+    )
+    nodes = joint.graph.find_nodes(op="placeholder")
+    placeholders = tuple(placeholder(node, names) for node in nodes)
+    given: dict[AOTInput, Placeholder] = {
+        node.meta["desc"]: each for node, each in zip(nodes, placeholders, strict=True)
+    }
+    outputs = tidy_outputs(joint, names, given, with_backward=with_backward)
+    ops = lower(joint, names, placeholders, outputs)
+    joint.graph.lint()
+    joint.recompile()
+    constants = {
+        each.name: traced.loose[node.meta["desc"].target].detach()
+        for each, node in zip(placeholders, nodes, strict=True)
+        if each.kind == "constant"
+    }
+    for node in joint.graph.find_nodes(op="get_attr"):
+        constants[node.name] = getattr(joint, str(node.target))
+    aliases = {known[0]: known for known in fake.names.values() if len(known) > 1}
+    graph = Graph(tuple(ops), tuple(outputs), aliases, batch_size=_batch_size(call))
+    return Captured(
+        joint=joint,
+        graph=replace(graph, fold=find_blocks(graph)),
+        call=call,
+        result=traced.result,
+        placeholders=placeholders,
+        constants=constants,
+        training=training,
+        with_backward=with_backward,
+    )
+
+
+def _batch_size(call: CallSpec) -> int:
+    """Return the size of dimension 0 that the tensor inputs share; if they differ, that of most of them, 0 if none."""
+    sizes: Sequence[int] = [each.meta.shape[0] for each in call.tensors if each.meta.shape]
+    return max(dict.fromkeys(sizes), key=sizes.count) if sizes else 0
+
+
+def _explain(name: str, error: Exception) -> CaptureError:
+    """Return the error for what torch raised while it traced the model."""
+    text = str(error)
+    where = ""
+    if isinstance(error, TorchDynamoException) and getattr(error, "real_stack", None):
+        trace = "".join(f'File "{each.filename}", line {each.lineno}\n' for each in error.real_stack)  # type: ignore[attr-defined]
+        where = user_line(trace)
+    return not_capturable(name, _sentence(text) or type(error).__name__, where or user_line(text))
+
+
+def _sentence(text: str) -> str:
+    """Return torch's reason as one line: its headline, and what it explains of the case."""
+    lines = [line.strip() for line in text.splitlines()]
+    headline = next((line for line in lines if line), "")
+    explained = next(
+        (line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")), ""
+    )
+    raised = re.search(r"raised exception (.+)|got (\w+\(.+\))", text)
+    detail = next(filter(None, raised.groups()), "") if raised else explained
+    return f"{headline}: {detail}" if detail and detail != headline else headline

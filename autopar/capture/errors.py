@@ -1,0 +1,100 @@
+"""Messages about models and inputs that cannot be captured; each function returns the exception."""
+
+from __future__ import annotations
+
+import re
+
+from autopar.errors import CaptureError, UsageError
+
+_WAYS_OUT: tuple[tuple[str, str, str], ...] = (
+    (
+        r"[Dd]ata-dependent branching|dynamic control flow|Could not guard on data-dependent",
+        "its control flow depends on tensor values",
+        "compute both branches and choose with torch.where, or decide by shapes and Python values",
+    ),
+    (
+        r"Backend compiler exception|data-dependent|DataDependent|unbacked|\.item\(\)|tolist\(\)|DynamicOutputShape",
+        "a shape or Python number depends on tensor values",
+        "keep the value a tensor (no .item(), .tolist(), int(tensor)) and use a fixed size, for example a mask instead of "
+        "nonzero() or boolean indexing",
+    ),
+    (
+        r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError",
+        "its forward raises on inputs of these shapes and types",
+        "run the model once on these example inputs without autopar; if that works, move the line out of forward",
+    ),
+    (
+        r"graph_break|Graph break|Skip calling|skipped function|disable|not supported|Unsupported|does not know how to trace"
+        r"|Attempted to call function marked as skipped|unsupported",
+        "it calls something that leaves the graph",
+        "move that call out of forward (to __init__, the data loader or the training loop), or wrap it as a "
+        "torch.library.custom_op",
+    ),
+)
+_OTHERWISE = ("torch cannot trace it", "rewrite the line with plain tensor operations, or move it out of forward")
+
+
+def not_capturable(model: str, reason: str, where: str) -> CaptureError:
+    """Return the error for a model that torch cannot trace; `where` is the user's line, `reason` torch's words."""
+    kind, way_out = _OTHERWISE
+    for pattern, this_kind, this_way in _WAYS_OUT:
+        if re.search(pattern, reason):
+            kind, way_out = this_kind, this_way
+            break
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(f"{model} cannot be captured as one static graph: {kind}{place}\n  torch: {reason}\n{way_out}")
+
+
+def value_dependent(model: str, operator: str, where: str) -> CaptureError:
+    """Return the error for an operator whose result's shape or Python value depends on data."""
+    return not_capturable(model, f"the result of {operator} is data-dependent", where)
+
+
+def higher_order(model: str, operator: str, where: str) -> CaptureError:
+    """Return the error for an operator that takes functions."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: it calls the higher-order operator {operator}, which has no sharding rules{place}\n"
+        "use the plain form of that computation (for attention: torch.nn.functional.scaled_dot_product_attention)"
+    )
+
+
+def parameter_kind(name: str, kind: str) -> CaptureError:
+    """Return the error for a parameter or buffer that is no plain dense tensor."""
+    if kind.startswith("Uninitialized"):
+        return CaptureError(f"{name} has no shape yet (a lazy module)\nrun the model once on an example batch first")
+    return CaptureError(
+        f"{name} is a {kind}, and only plain dense tensors can be planned\n"
+        "give the single-device model: autopar does the sharding itself"
+    )
+
+
+def not_a_module(kind: str) -> UsageError:
+    """Return the error for a model that is none."""
+    return UsageError(f"the model is a {kind}, and must be a torch.nn.Module")
+
+
+def examples_kind(kind: str) -> UsageError:
+    """Return the error for example inputs that are no tuple and no dict."""
+    return UsageError(
+        f"example_inputs is a {kind}, and must be a tuple of positional arguments or a dict of keyword arguments"
+        " of the model's forward"
+    )
+
+
+def examples_signature(model: str, reason: str, signature: str) -> UsageError:
+    """Return the error for example inputs that the model's forward does not take."""
+    return UsageError(f"example_inputs do not fit {model}.forward{signature}: {reason}")
+
+
+def example_value(path: str, kind: str) -> UsageError:
+    """Return the error for an input that is neither a tensor nor a plain value."""
+    return UsageError(
+        f"example input {path} is a {kind}; inputs are tensors, numbers, strings, booleans and None, in tuples, lists"
+        " and dicts: pass what it holds instead"
+    )
+
+
+def no_tensor_inputs(model: str) -> UsageError:
+    """Return the error for example inputs without a tensor."""
+    return UsageError(f"example_inputs of {model} hold no tensor; give one batch as the training loop does")

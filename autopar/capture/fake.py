@@ -1,0 +1,128 @@
+"""A copy of the user's model whose tensors are fake: it has shapes, and no memory."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar._torch import FakeTensorMode, TorchFunctionMode
+from autopar.capture.errors import parameter_kind
+
+
+class FakeModel:
+    """A structural copy of a model on fake CPU tensors; the original is only read.
+
+    Fake tensors are always on the CPU: fake CUDA tensors need a CUDA build, and a plan must not depend on the machine
+    that makes it.
+    """
+
+    def __init__(self, model: nn.Module, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._loose: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        memo: dict[int, Any] = {}
+        for name, tensor in named_tensors(model):
+            _require_dense(name, tensor)
+            if id(tensor) not in memo:
+                memo[id(tensor)] = (
+                    self._fake_parameter(tensor) if isinstance(tensor, nn.Parameter) else self.fake(tensor)
+                )
+        with mode, _FakeOnCopy(self):
+            self.module = _copy(model, memo)
+        _install_recorders(self.module)
+        self.names: dict[int, tuple[str, ...]] = {}
+        for name, tensor in named_tensors(self.module):
+            self.names[id(tensor)] = (*self.names.get(id(tensor), ()), name)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake CPU tensor of the same shape, strides and dtype, and whether it requires grad."""
+        with self._mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return made.requires_grad_(tensor.requires_grad)
+
+    def _fake_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        with self._mode:
+            data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+        made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        return made
+
+    def fake_loose(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake of a tensor that is neither parameter nor buffer, and remember which it stands for."""
+        made = self.fake(tensor.detach())
+        self._loose[id(made)] = (made, tensor)
+        return made
+
+    def original(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """Return the user's tensor behind a fake one that is neither parameter nor buffer."""
+        found = self._loose.get(id(fake))
+        return None if found is None else found[1]
+
+
+class _FakeOnCopy(TorchFunctionMode):
+    """Makes `deepcopy` of a tensor give a fake, whatever attribute the tensor hides in."""
+
+    def __init__(self, owner: FakeModel) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._owner.fake_loose(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _require_dense(name: str, tensor: torch.Tensor) -> None:
+    kind = type(tensor)
+    own_parameter = nn.Parameter in kind.__mro__ and kind.__module__ != "torch.nn.parameter"
+    if not (kind in {torch.Tensor, nn.Parameter} or own_parameter):
+        raise parameter_kind(name, kind.__name__)
+    if tensor.layout is not torch.strided:
+        raise parameter_kind(name, f"{str(tensor.layout).removeprefix('torch.')} tensor")
+
+
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy; where some attribute refuses that (a lock, a file), modules are copied and the rest shared."""
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError, ValueError):
+        return _copy_structure(model, memo)
+
+
+def _install_recorders(module: nn.Module) -> None:
+    """Install the hooks that transformers would install, under a lock, when a call first asks for hidden states."""
+    library = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(library, "maybe_install_capturing_hooks", None)
+    if install is not None:
+        kind: Any = sys.modules["transformers"].PreTrainedModel
+        for each in module.modules():
+            if isinstance(each, kind):
+                install(each)
+
+
+def _copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    if id(module) not in memo:
+        made = object.__new__(type(module))
+        memo[id(module)] = made
+        made.__dict__.update(module.__dict__)
+        for table in ("_parameters", "_buffers"):
+            fakes = {name: None if old is None else memo[id(old)] for name, old in getattr(module, table).items()}
+            made.__dict__[table] = fakes
+        made.__dict__["_modules"] = {
+            name: None if child is None else _copy_structure(child, memo) for name, child in module._modules.items()
+        }
+    copied: nn.Module = memo[id(module)]
+    return copied
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter, then every buffer, under every name it has."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

@@ -1,0 +1,202 @@
+"""The model's forward and backward as one ATen graph: Dynamo reads the Python, AOTAutograd differentiates it."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import operator
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar._torch import (
+    aot_export_joint_with_descriptors,
+    assign_attribute,
+    delete_attribute,
+    dynamo_capture,
+    dynamo_settings,
+    pytree,
+    storage_key,
+)
+from autopar.capture.call import CallSpec, ResultSpec, open_records
+from autopar.capture.errors import value_dependent
+from autopar.capture.fake import FakeModel, named_tensors
+from autopar.capture.origin import user_line
+
+PREFIX = "model"
+"""Name of the user's model inside the traced module."""
+
+_CHECKS = frozenset(
+    {"_assert_scalar", "_assert_async", "_assert_tensor_metadata", "_check", "_functional_assert_async"}
+)
+
+
+class _Program(nn.Module):
+    """The user's model as a function of the tensor inputs alone: plain values are part of the program."""
+
+    def __init__(self, model: nn.Module, call: CallSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._is_tensor = tuple(each is not None for each in call.inputs)
+        self._baked = call.baked
+        self._structure = call.structure
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        leaves = []
+        taken = 0
+        for is_tensor, value in zip(self._is_tensor, self._baked, strict=True):
+            leaves.append(tensors[taken] if is_tensor else value)
+            taken += is_tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return open_records(self.model(*args, **kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The joint graph as AOTAutograd made it, what the model returns, and the tensors that are no state of the model."""
+
+    joint: fx.GraphModule
+    result: ResultSpec
+    loose: dict[str, torch.Tensor]
+    """Plain tensor attributes by the name AOTAutograd knows them under."""
+
+
+def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, with_backward: bool, name: str) -> Traced:
+    """Return the joint graph of the fake model on fake inputs (the forward graph alone without `with_backward`)."""
+    program = _Program(fake.module, call)
+    with ExitStack() as stack:
+        stack.enter_context(quiet())
+        stack.enter_context(_ambient(with_backward))
+        graph = dynamo_capture(program)(*inputs)
+        _require_static(graph, name)
+        loose = _restore_names(graph, program, fake)
+        result = _plain_outputs(graph)
+        joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
+    return Traced(joint, result, loose)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the warnings and log lines of torch and transformers, which speak of their own insides."""
+    names = [each for each in logging.root.manager.loggerDict if each.partition(".")[0] in {"torch", "transformers"}]
+    loggers = [logging.getLogger(each) for each in {"torch", "transformers", *names}]
+    disabled = [each.disabled for each in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for each in loggers:
+            each.disabled = True
+        try:
+            yield
+        finally:
+            for each, before in zip(loggers, disabled, strict=True):
+                each.disabled = before
+
+
+@contextmanager
+def _ambient(with_backward: bool) -> Iterator[None]:
+    """Set the modes of the surrounding program: gradients as asked, and an autocast for CUDA stands for the CPU's."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(with_backward))
+        if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
+        # What these calls print is for people; the program's values do not depend on it.
+        said = {builtins.print, warnings.warn, logging.Logger.info, logging.Logger.warning, logging.Logger.debug}
+        stack.enter_context(dynamo_settings(ignore_logging_functions=said))
+        yield
+
+
+def _require_static(graph: fx.GraphModule, name: str) -> None:
+    """Drop run-time checks and numbers that only they read, then refuse what has a shape or value that depends on data."""
+    for node in reversed(list(graph.graph.nodes)):
+        called = getattr(node.target, "__name__", "").partition(".")[0] if node.op == "call_function" else ""
+        if not node.users and node.op != "output" and (called in _CHECKS or _is_symbolic(node)):
+            graph.graph.erase_node(node)
+        elif called == "_enter_autocast":
+            # The capture runs on fake CPU tensors, whatever device the model names.
+            node.args = ("cpu", *node.args[1:])
+    graph.recompile()
+    for node in graph.graph.nodes:
+        if _is_symbolic(node):
+            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            raise value_dependent(name, f"{target}()", user_line(node.meta.get("stack_trace", "")))
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    """Return whether the node makes a shape or number that is not known before it runs."""
+    return any(map(_has_symbol, pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val")))))
+
+
+def _has_symbol(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(not isinstance(size, int) for size in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _restore_names(graph: fx.GraphModule, program: nn.Module, fake: FakeModel) -> dict[str, torch.Tensor]:
+    """Give parameters and buffers their own names, add those that forward does not use; return the other tensors.
+
+    A tied tensor gets the first of its names; all of them are in `FakeModel.names`.
+    """
+    renamed: dict[str, str] = {}
+    loose: dict[str, torch.Tensor] = {}
+    present: set[int] = set()
+    for name, tensor in list(named_tensors(graph)):
+        known = fake.names.get(id(tensor))
+        if known is None:
+            original = fake.original(tensor)
+            loose[name] = tensor if original is None else original
+        else:
+            renamed[name] = f"{PREFIX}.{known[0]}"
+            present.add(id(tensor))
+            delete_attribute(graph, name)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and node.target in renamed:
+            node.target = renamed[node.target]
+    for _, tensor in named_tensors(fake.module):
+        assign_attribute(tensor, graph, f"{PREFIX}.{fake.names[id(tensor)][0]}")
+    graph.recompile()
+    return loose
+
+
+def _plain_outputs(graph: fx.GraphModule) -> ResultSpec:
+    """Make the graph return each tensor of the result once, none sharing memory with another or with an input.
+
+    AOTAutograd would hand aliases back as a base and instructions to view it; separate results keep the graph a plain
+    function of its inputs.
+    """
+    codegen: Any = graph.graph._codegen
+    structure = codegen.pytree_info.out_spec
+    output = next(iter(graph.graph.find_nodes(op="output")))
+    nodes: dict[fx.Node, int] = {}
+    places: list[int | None] = []
+    baked: list[Any] = []
+    for leaf in output.args[0]:
+        is_tensor = isinstance(leaf, fx.Node)
+        places.append(nodes.setdefault(leaf, len(nodes)) if is_tensor else None)
+        baked.append(None if is_tensor else leaf)
+    tensors = dict(named_tensors(graph))
+    sources = [node for node in graph.graph.nodes if node.op == "placeholder" or node.target in tensors]
+    with graph.graph.inserting_before(output):
+        separate = graph.graph.call_function(_separate, (list(nodes), sources))
+        output.args = (tuple(graph.graph.call_function(operator.getitem, (separate, i)) for i in range(len(nodes))),)
+    graph.graph._codegen = fx.graph.CodeGen()
+    graph.recompile()
+    return ResultSpec(structure, tuple(places), tuple(baked))
+
+
+def _separate(results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the results, copied where memory is shared with a source that takes part in autograd, or another result."""
+    trained = {storage_key(each) for each in sources if each.requires_grad}
+    untrained = {storage_key(each) for each in sources} - trained
+    seen = set(trained)
+    separate = []
+    for result in results:
+        key = storage_key(result)
+        separate.append(result.clone() if key in seen or (key in untrained and result.requires_grad) else result)
+        seen.add(key)
+    return separate

@@ -1,0 +1,24 @@
+"""Where a command writes: stdout, or the file that `-o` names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from autopar.errors import UsageError
+
+
+def write(text: str, output: Path | None) -> None:
+    """Write `text` to the file, or to stdout where none (or `-`) is named.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if output is None or str(output) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}; choose another -o FILE") from error

@@ -1,0 +1,112 @@
+"""`autopar plan`: search the best program for a model on a cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.options import FIX_KEYS, FORBID_KEYS, OPTIMIZERS, PRECISIONS, PlanOptions
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="FILE.py:FACTORY, PACKAGE.MODULE:FACTORY, zoo:NAME, hf:MODEL_TYPE or hf:PATH of a configuration.",
+            show_default=False,
+        ),
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "-c",
+            "--cluster",
+            metavar="CLUSTER",
+            help="YAML file, preset, or DEVICE:PER_NODExNODES.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where the plan goes; - is stdout.")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(metavar="N", help="Global batch: samples a step.")] = None,
+    seq: Annotated[str | None, typer.Option(metavar="N", help="Sequence length.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the model's configuration.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="|".join(PRECISIONS), help="Of the computation [fp32].")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="|".join(OPTIMIZERS), help="Whose state is kept [adamw].")
+    ] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help=f"Demand a choice; keys: {' '.join(FIX_KEYS)}.")
+    ] = None,
+    forbid: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help=f"Do without; keys: {' '.join(FORBID_KEYS)}.")
+    ] = None,
+    constraint: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FQN=PLACEMENT@AXIS", help="Demand a parameter's placement: 'lm_head.weight=Shard(0)@tp'."
+        ),
+    ] = None,
+    memory_margin: Annotated[str | None, typer.Option(metavar="SHARE", help="Memory to keep free [10%].")] = None,
+    time_limit: Annotated[str | None, typer.Option(metavar="SECONDS", help="Of the search [60].")] = None,
+    gap: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="Distance from the proven bound to stop at [0.01].")
+    ] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Of the search [0].")] = None,
+    top_k: Annotated[str | None, typer.Option(metavar="N", help="Candidates kept as alternatives [5].")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="An operator without a sharding rule is an error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan on stdout.")] = False,
+) -> int:
+    """Search the best program for MODEL on CLUSTER.
+
+    The plan goes to -o FILE, a table and one line of summary to stderr.
+    """
+    options = PlanOptions.parse(
+        batch=batch,
+        seq=seq,
+        set=set_,
+        precision=precision,
+        optimizer=optimizer,
+        fix=fix,
+        forbid=forbid,
+        constraint=constraint,
+        memory_margin=memory_margin,
+        time_limit=time_limit,
+        gap=gap,
+        seed=seed,
+        top_k=top_k,
+        strict=strict,
+    )
+    return _plan(model, cluster, options, output, as_json)
+
+
+def _plan(model: str, cluster: str, options: PlanOptions, output: Path | None, as_json: bool) -> int:
+    from autopar import api
+    from autopar.cli import INTERRUPTED
+    from autopar.progress import Terminal
+
+    with Terminal() as progress:
+        found: Any = api.plan_reference(model, cluster, options, progress)
+    if output is not None and str(output) != "-":
+        found.save(output)
+    if as_json or str(output) == "-":
+        from autopar.ir.plan_json import to_json
+
+        sys.stdout.write(to_json(found))
+    from autopar.report.table import print_table
+
+    print_table(found, sys.stderr)
+    if found.solver.status == "interrupted":
+        kept = f"the best plan so far is in {output}" if output else "the best plan so far is above"
+        print(f"autopar: interrupted; {kept}", file=sys.stderr)
+        return INTERRUPTED
+    return 0

@@ -1,0 +1,92 @@
+"""`autopar run`: torchrun with the ranks of a plan."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.errors import UsageError
+from autopar.ir.plan import Plan
+
+PLAN_VARIABLE = "AUTOPAR_PLAN"
+"""Names the plan file to the script's processes: `autopar.compile` takes it where it is given no plan."""
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def run(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
+    script: Annotated[
+        list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="FILE.py or -m MODULE.", show_default=False)
+    ],
+    nnodes: Annotated[int, typer.Option(metavar="N", min=1, help="Machines that run the script together.")] = 1,
+    node_rank: Annotated[int, typer.Option(metavar="I", min=0, help="Which of them this one is.")] = 0,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Of the first machine.")
+    ] = None,
+) -> int:
+    """Run a script under torchrun with a plan's ranks."""
+    found = Plan.load(plan)
+    command = launch_command(found, script, nnodes, node_rank, rendezvous)
+    return _wait(command, environment(found, plan, os.environ))
+
+
+def launch_command(plan: Plan, script: list[str], nnodes: int, node_rank: int, rendezvous: str | None) -> list[str]:
+    """Return torchrun's command for the ranks of this machine.
+
+    Raises:
+        UsageError: the script does not exist, or the machines cannot share the plan's ranks.
+    """
+    if script[0] != "-m" and not Path(script[0]).is_file():
+        raise UsageError(
+            f"there is no script {script[0]!r}; write `autopar run PLAN -- train.py ARGS` or `-- -m MODULE ARGS`"
+        )
+    if script == ["-m"]:
+        raise UsageError("-m needs the name of a module; write `autopar run PLAN -- -m MODULE ARGS`")
+    ranks = plan.decisions.mesh.world_size
+    if ranks % nnodes:
+        raise UsageError(f"the plan's {ranks} ranks cannot be shared evenly by --nnodes {nnodes} machines")
+    if node_rank >= nnodes:
+        raise UsageError(f"--node-rank {node_rank} is no machine of --nnodes {nnodes}; they are 0..{nnodes - 1}")
+    if nnodes > 1 and rendezvous is None:
+        raise UsageError(f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, an address of the first machine")
+    return [*TORCHRUN, *_rank_flags(ranks // nnodes, nnodes, node_rank, rendezvous), *script]
+
+
+def _rank_flags(local_ranks: int, nnodes: int, node_rank: int, rendezvous: str | None) -> list[str]:
+    local = f"--nproc-per-node={local_ranks}"
+    if nnodes == 1:
+        return [local, "--standalone"]
+    return [
+        local,
+        f"--nnodes={nnodes}",
+        f"--node-rank={node_rank}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={rendezvous}",
+    ]
+
+
+def environment(plan: Plan, path: Path, outer: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the launched processes: the plan, and one thread a rank where ranks are CPU cores."""
+    found = {**outer, PLAN_VARIABLE: str(path.resolve())}
+    devices: Any = plan.cluster.get("devices", {})
+    if any(isinstance(each, Mapping) and each.get("kind") == "cpu" for each in devices.values()):
+        found.setdefault("OMP_NUM_THREADS", "1")
+    return found
+
+
+def _wait(command: list[str], variables: dict[str, str]) -> int:
+    """Return the exit status of a command; an interrupt reaches it through the terminal, and it ends its ranks."""
+    with subprocess.Popen(command, env=variables) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+    return status if status >= 0 else 128 - status

@@ -1,0 +1,53 @@
+"""`autopar show`: a plan as text, data or picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.files import write
+from autopar.errors import UsageError
+from autopar.ir.plan import Plan
+from autopar.suggest import did_you_mean
+
+FORMATS = ("table", "json", "dot", "mermaid", "html")
+
+
+def show(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
+    format_: Annotated[
+        str, typer.Option("--format", "-f", metavar="|".join(FORMATS), help="Form to show it in.")
+    ] = "table",
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Instead of stdout.")] = None,
+) -> int:
+    """Show a plan."""
+    if format_ not in FORMATS:
+        raise UsageError(f"--format {format_}: must be one of {', '.join(FORMATS)}{did_you_mean(format_, FORMATS)}")
+    found = Plan.load(plan)
+    if format_ == "table" and output is None:
+        from autopar.report.table import print_table
+
+        print_table(found, sys.stdout)
+    else:
+        write(_writer(format_)(found), output)
+    return 0
+
+
+def _writer(name: str) -> Callable[[Plan], str]:
+    """Return what writes a plan in the format; only that one is imported."""
+    from autopar.ir.plan_json import to_json
+    from autopar.report import pictures
+
+    if name == "html":
+        from autopar.report.html import html
+
+        return html
+    if name == "table":
+        from autopar.report.table import table_text
+
+        return table_text
+    return {"json": to_json, "dot": pictures.dot, "mermaid": pictures.mermaid}[name]

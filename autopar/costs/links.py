@@ -1,0 +1,139 @@
+"""Seconds of collectives on the mesh of one cluster: the bridge from `ir.reshard` to `cost_models.collectives`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir.graph import Op
+from autopar.ir.placement import Layout, local_shape
+from autopar.ir.reshard import NoRouteError, Step, is_reachable, route
+from autopar.ir.strategy import Inner, MeshStrategy
+from autopar.ir.tensor import TensorMeta
+from cost_models import compute
+from cost_models.cluster import ClusterSpec
+from cost_models.collectives import collective_s
+from cost_models.overlap import overlap_efficiency
+from cost_models.topology import Hop, axis_hops
+
+UNREACHABLE = math.inf
+"""Price of a redistribution that no sequence of steps makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective: operation, mesh axis, bytes of the larger of its local buffers."""
+
+    op: str
+    axis: int
+    bytes: int
+
+
+@dataclass
+class Links:
+    """Prices of moving data on a mesh laid row-major on a cluster; remembers what it has priced."""
+
+    cluster: ClusterSpec
+    sizes: tuple[int, ...]
+    _hops: tuple[tuple[Hop, ...], ...] = field(init=False)
+    _known: dict[Message, float] = field(init=False, default_factory=dict)
+    _local: dict[int, float] = field(init=False, default_factory=dict)
+    _routes: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
+    _overlap: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        levels = self.cluster.levels
+        self._hops = tuple(axis_hops(levels, self.sizes, axis) for axis in range(len(self.sizes)))
+        topology = {level.name: level.topology for level in levels}
+        kind = self.cluster.device.kind
+        self._overlap = tuple(
+            overlap_efficiency(kind, topology.get(self.level(axis), "")).value for axis in range(len(self.sizes))
+        )
+
+    def level(self, axis: int) -> str:
+        """Return the name of the outermost link level that `axis` crosses."""
+        return self._hops[axis][-1].level if self._hops[axis] else "device"
+
+    def message_s(self, message: Message) -> float:
+        """Return the seconds of one collective."""
+        if message not in self._known:
+            self._known[message] = float(collective_s(message.op, message.bytes, self._hops[message.axis]))
+        return self._known[message]
+
+    def step_s(self, step: Step, meta: TensorMeta) -> float:
+        """Return the seconds of one reshard step, with the copies it makes beside the wire."""
+        moved = step.message_numel(meta.shape, self.sizes) * meta.item_bytes
+        if step.kind == "slice":
+            return self._copy_s(math.prod(local_shape(meta.shape, step.after, self.sizes)) * meta.item_bytes)
+        if step.kind == "mask":
+            return self._copy_s(moved)
+        return self.message_s(Message(step.kind, step.axis, moved))
+
+    @property
+    def overlap(self) -> tuple[float, ...]:
+        """Return, for each axis, the share of a collective's seconds that computation can run behind."""
+        return self._overlap
+
+    def route_s(
+        self, before: Layout, after: Layout, meta: TensorMeta, shares: tuple[float, ...] | None = None
+    ) -> float:
+        """Return the seconds to bring a tensor from one layout to another; infinite if no steps lead there.
+
+        With `shares`, each axis's collectives count by that share only.
+        """
+        if before == after:
+            return 0.0
+        key = (before, after, meta, shares)
+        if key not in self._routes:
+            self._routes[key] = self._price(before, after, meta, shares)
+        return self._routes[key]
+
+    def _price(self, before: Layout, after: Layout, meta: TensorMeta, shares: tuple[float, ...] | None) -> float:
+        if not is_reachable(before, after):
+            return UNREACHABLE
+        try:
+            steps = route(before, after, meta.shape, self.sizes)
+        except NoRouteError:
+            return UNREACHABLE
+        if shares is None:
+            return sum(self.step_s(step, meta) for step in steps)
+        return sum(shares[step.axis] * self.step_s(step, meta) for step in steps if step.communicates)
+
+    def route_messages(self, before: Layout, after: Layout, meta: TensorMeta) -> tuple[Message, ...]:
+        """Return the collectives on the way from one layout to another, in order."""
+        return tuple(
+            Message(step.kind, step.axis, step.message_numel(meta.shape, self.sizes) * meta.item_bytes)
+            for step in route(before, after, meta.shape, self.sizes)
+            if step.communicates
+        )
+
+    def inner_messages(self, op: Op, metas: Sequence[TensorMeta], strategy: MeshStrategy) -> tuple[Message, ...]:
+        """Return the collectives that the strategy's lowerings issue inside the operator."""
+        return tuple(
+            Message(inner.op, axis, inner_bytes(inner, op, metas, strategy, self.sizes))
+            for axis, each in enumerate(strategy.axes)
+            for inner in each.inner
+        )
+
+    def inner_s(self, op: Op, metas: Sequence[TensorMeta], strategy: MeshStrategy) -> float:
+        """Return the seconds of the collectives inside the operator."""
+        return sum(self.message_s(message) for message in self.inner_messages(op, metas, strategy))
+
+    def _copy_s(self, nbytes: int) -> float:
+        if nbytes not in self._local:
+            self._local[nbytes] = float(compute.memory_bound_s(2.0 * nbytes, self.cluster.device))
+        return self._local[nbytes]
+
+
+def inner_bytes(
+    inner: Inner, op: Op, metas: Sequence[TensorMeta], strategy: MeshStrategy, sizes: tuple[int, ...]
+) -> int:
+    """Return the bytes of the message of a lowering's own collective."""
+    meta = op.outputs[inner.output] if inner.input is None else metas[inner.input]
+    layout = strategy.outputs[inner.output] if inner.input is None else strategy.inputs[inner.input]
+    if meta is None or layout is None:
+        raise ValueError(f"inner collective of {op.name} names a value that is no tensor")
+    local = local_shape(meta.shape, layout, sizes)
+    kept = (size for dim, size in enumerate(local) if dim not in inner.without)
+    return inner.times * math.prod(kept) * TensorMeta((), inner.dtype).item_bytes

@@ -1,0 +1,157 @@
+"""How long values live, and what one device holds at a moment as a function of the decisions.
+
+A value lives from the operator that makes it to its last reader, through views
+of it, which own nothing. Gradients of parameters live to the end. Parameters
+and optimizer state live throughout. A redistributed copy lives from the first
+to the last reader that shares it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.costs import operators
+from autopar.costs.clusters import Cluster
+from autopar.costs.optimizer import state_bytes
+from autopar.ir.graph import Graph, Op
+from autopar.ir.placement import Layout, local_shape
+from autopar.ir.table import Floats, MemoryRow
+from autopar.ir.tensor import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """When one value of one instance is held: positions, both inclusive."""
+
+    op: str
+    index: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLife:
+    """When the redistributed copies of one group exist, and how large they are."""
+
+    lives: tuple[tuple[int, int], ...]
+    bytes: Floats
+    """[source layouts, demanded layouts] of one instance."""
+
+
+def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
+    """Return, for each value, the value whose memory it shares (itself, if it is no view)."""
+    base: dict[tuple[str, int], tuple[str, int]] = {}
+    for op in graph.ops:
+        for index in range(len(op.outputs)):
+            own = (op.name, index)
+            if op.kind == "call" and operators.is_view(op) and op.refs:
+                ref = op.refs[0]
+                base[own] = base[ref.op, ref.index]
+            else:
+                base[own] = own
+    return base
+
+
+def lives(graph: Graph) -> list[Life]:
+    """Return how long each value that owns memory lives; parameters and buffers are left out."""
+    end = len(graph.ops)
+    base = base_of(graph)
+    last: dict[tuple[str, int], int] = {}
+    for position, op in enumerate(graph.ops):
+        for ref in op.refs:
+            last[base[ref.op, ref.index]] = position
+    for output in graph.outputs:
+        if output.ref is not None:
+            last[base[output.ref.op, output.ref.index]] = end
+    found = []
+    for position, op in enumerate(graph.ops):
+        if op.kind in {"parameter", "buffer"}:
+            continue
+        first = 0 if op.kind in {"input", "constant"} else position
+        for index, meta in enumerate(op.outputs):
+            if meta is not None and base[op.name, index] == (op.name, index):
+                found.append(Life(op.name, index, first, last.get((op.name, index), position)))
+    return found
+
+
+def local_bytes(meta: TensorMeta, layout: Layout | None, sizes: tuple[int, ...]) -> float:
+    """Return the bytes of a tensor that one device holds."""
+    return 0.0 if layout is None else float(math.prod(local_shape(meta.shape, layout, sizes)) * meta.item_bytes)
+
+
+@dataclass
+class Holdings:
+    """Memory of one program on one mesh, by position."""
+
+    graph: Graph
+    clusters: Sequence[Cluster]
+    home: dict[str, int]
+    sizes: tuple[int, ...]
+    optimizer: str
+    copies: Sequence[CopyLife] = ()
+    reserved_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._lives = lives(self.graph)
+        self._resting = self._resting_bytes()
+
+    def _resting_bytes(self) -> dict[int, Floats]:
+        resting: dict[int, Floats] = {}
+        count = Counter(self.graph.representative(op.name) for op in self.graph.ops)
+        for node, cluster in enumerate(self.clusters):
+            op = self.graph.by_name[cluster.members[0]]
+            if op.kind == "parameter":
+                resting[node] = count[op.name] * self._per_option(node, op, 0, with_state=op.requires_grad)
+        return resting
+
+    def _per_option(self, node: int, op: Op, index: int, *, with_state: bool = False) -> Floats:
+        meta, cluster = op.outputs[index], self.clusters[node]
+        if meta is None:
+            return np.zeros(len(cluster.options))
+        layouts = [cluster.strategy(op.name, k).outputs[index] for k in range(len(cluster.options))]
+        state = [state_bytes(op, l, self.sizes, self.optimizer) if with_state and l else 0.0 for l in layouts]
+        return np.array([local_bytes(meta, l, self.sizes) for l in layouts]) + np.array(state)
+
+    def row(self, at: int) -> MemoryRow:
+        """Return what one device holds while the operator at position `at` runs."""
+        alive = Counter(
+            (self.graph.representative(life.op), life.index) for life in self._lives if life.first <= at <= life.last
+        )
+        nodes = {node: held.copy() for node, held in self._resting.items()}
+        for (rep, index), count in alive.items():
+            node = self.home[rep]
+            held = count * self._per_option(node, self.graph.by_name[rep], index)
+            nodes[node] = nodes[node] + held if node in nodes else held
+        groups: dict[int, Floats] = {}
+        for number, copy in enumerate(self.copies):
+            now = sum(first <= at <= last for first, last in copy.lives)
+            if now and copy.bytes.any():
+                groups[number] = now * copy.bytes
+        return MemoryRow(at, self.reserved_bytes, nodes, groups)
+
+    def curve(self, options: Sequence[int], copies: Sequence[set[tuple[int, int]]]) -> Floats:
+        """Return what one device holds at each position, given each node's option and each group's copies."""
+        steps = np.zeros(len(self.graph.ops) + 2)
+        steps[0] = self.reserved_bytes + sum(held[options[node]] for node, held in self._resting.items())
+        size: dict[tuple[str, int], float] = {}
+        for life in self._lives:
+            key = (self.graph.representative(life.op), life.index)
+            if key not in size:
+                node = self.home[key[0]]
+                layout = self.clusters[node].strategy(key[0], options[node]).outputs[life.index]
+                meta = self.graph.by_name[key[0]].outputs[life.index]
+                size[key] = local_bytes(meta, layout, self.sizes) if meta is not None else 0.0
+            steps[life.first] += size[key]
+            steps[life.last + 1] -= size[key]
+        for copy, pairs in zip(self.copies, copies, strict=True):
+            held = sum(copy.bytes[pair] for pair in pairs)
+            if held:
+                for first, last in copy.lives:
+                    steps[first] += held
+                    steps[last + 1] -= held
+        return np.cumsum(steps)[: len(self.graph.ops) + 1]

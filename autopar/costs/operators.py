@@ -1,0 +1,193 @@
+"""Seconds of one operator on local shapes, for all of its strategies at once.
+
+Three families: matrix products (with convolutions seen as such), attention
+kernels, and everything else as traffic to memory. Views cost nothing and are
+named; whatever is not named moves its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.graph import Op
+from autopar.ir.placement import Layout, local_shape
+from autopar.ir.strategy import MeshStrategy
+from autopar.ir.tensor import TensorMeta
+from cost_models import compute
+from cost_models.device import DeviceSpec
+
+Seconds = NDArray[np.float64]
+Shape = tuple[int, ...]
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "reshape.default", "t.default", "transpose.int", "permute.default",
+        "expand.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor",
+        "select.int", "split.Tensor", "split_with_sizes.default", "unbind.int", "alias.default", "detach.default",
+        "as_strided.default", "chunk.default", "narrow.default", "view_as_real.default", "unfold.default",
+        "_reshape_alias.default", "view.dtype", "diagonal.default", "lift_fresh_copy.default", "view_as_complex.default",
+    )
+)  # fmt: skip
+"""Operators that only describe memory anew: no bytes move, nothing is launched on a device."""
+
+_READS_OUTPUT_ONLY = frozenset(
+    {"aten.embedding.default", "aten.index.Tensor", "aten.gather.default", "aten.index_select.default"}
+)
+"""Lookups: what is read of the table is as much as what is written."""
+
+_WRITES_WITHOUT_READING = (
+    "aten.full",
+    "aten.zeros",
+    "aten.ones",
+    "aten.empty",
+    "aten.arange",
+    "aten.new_",
+    "aten.scalar",
+)
+
+_EXTRA_PASSES = {
+    "aten.native_batch_norm.default": 1.0, "aten._native_batch_norm_legit_functional.default": 1.0,
+    "aten._softmax.default": 0.5, "aten._log_softmax.default": 0.5,
+}  # fmt: skip
+"""Further times the first input is read from memory: statistics before the normalisation."""
+
+
+def is_view(op: Op) -> bool:
+    """Return whether the operator's outputs share the memory of its first input."""
+    return op.target in VIEWS
+
+
+def seconds(
+    op: Op, metas: Sequence[TensorMeta], strategies: Sequence[MeshStrategy], sizes: tuple[int, ...], device: DeviceSpec
+) -> Seconds:
+    """Return the seconds of `op` on one device for each strategy; inner collectives are not included.
+
+    Raises:
+        CostModelError: the device has no compute rate for the operator's type.
+    """
+    if op.kind != "call" or is_view(op):
+        return np.zeros(len(strategies))
+    ins = [[local_shape(m.shape, s.inputs[i], sizes) for i, m in enumerate(metas)] for s in strategies]
+    outs = [[_local(m, s.outputs[i], sizes) for i, m in enumerate(op.outputs)] for s in strategies]
+    if (products := [_products(op, i, o) for i, o in zip(ins, outs, strict=True)]) and products[0]:
+        return _product_seconds(products, _compute_dtype(op, metas), device)
+    moved = np.array([_traffic(op, metas, i, o) for i, o in zip(ins, outs, strict=True)], dtype=np.float64)
+    if op.target.startswith("aten._scaled_dot_product"):
+        flops = np.array([_attention_flops(op, i) for i in ins], dtype=np.float64)
+        return np.asarray(compute.attention_s(flops, moved, _compute_dtype(op, metas), device), dtype=np.float64)
+    return np.asarray(compute.memory_bound_s(moved, device), dtype=np.float64)
+
+
+def flops(op: Op, metas: Sequence[TensorMeta]) -> float:
+    """Return the floating-point operations of matrix products and attention in `op` on global shapes; others count 0."""
+    if op.kind != "call":
+        return 0.0
+    ins = [meta.shape for meta in metas]
+    if op.target.startswith("aten._scaled_dot_product"):
+        return _attention_flops(op, ins)
+    outs = [meta.shape if meta else () for meta in op.outputs]
+    return float(sum(2 * math.prod(product) for product in _products(op, ins, outs)))
+
+
+def _local(meta: TensorMeta | None, layout: Layout | None, sizes: tuple[int, ...]) -> Shape:
+    return local_shape(meta.shape, layout, sizes) if meta is not None and layout is not None else ()
+
+
+def _compute_dtype(op: Op, metas: Sequence[TensorMeta]) -> str:
+    floating = [meta.dtype for meta in metas if meta.is_floating]
+    return floating[-1] if floating else "float32"
+
+
+def _products(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[tuple[int, int, int, int]]:
+    """Return the matrix products (batch, m, n, k) that the operator consists of; empty if it is none."""
+    match op.target:
+        case "aten.mm.default":
+            (m, k), (_, n) = ins[0], ins[1]
+            return [(1, m, n, k)]
+        case "aten.addmm.default":
+            (m, k), (_, n) = ins[1], ins[2]
+            return [(1, m, n, k)]
+        case "aten.bmm.default":
+            (b, m, k), (_, _, n) = ins[0], ins[1]
+            return [(b, m, n, k)]
+        case "aten.baddbmm.default":
+            (b, m, k), (_, _, n) = ins[1], ins[2]
+            return [(b, m, n, k)]
+        case "aten.linear.default":
+            return [(1, math.prod(ins[0][:-1]), ins[1][0], ins[0][-1])]
+        case "aten._grouped_mm.default":
+            return [_grouped(ins[0], ins[1])]
+        case "aten.convolution.default":
+            return [_convolution(ins[1], outs[0])]
+        case "aten.convolution_backward.default":
+            return _convolution_backward(op, ins)
+    return []
+
+
+def _grouped(left: Shape, right: Shape) -> tuple[int, int, int, int]:
+    """Return the product of a grouped matmul; rows are taken as evenly spread over the groups."""
+    if len(left) == 2 and len(right) == 3:
+        groups = max(1, right[0])
+        return (groups, max(1, left[0] // groups), right[2], left[1])
+    if len(left) == 2 and len(right) == 2:
+        return (1, left[0], right[1], left[1])
+    return (left[0], left[1], right[-1], left[2])
+
+
+def _convolution(weight: Shape, out: Shape) -> tuple[int, int, int, int]:
+    """Return the implicit matrix product of a convolution: pixels x output channels x window."""
+    pixels = out[0] * math.prod(out[2:])
+    return (1, pixels, weight[0], math.prod(weight[1:]))
+
+
+def _convolution_backward(op: Op, ins: Sequence[Shape]) -> list[tuple[int, int, int, int]]:
+    grad, _, weight = ins[0], ins[1], ins[2]
+    batch, pixels, channels, window = _convolution(weight, grad)
+    mask = op.args[-1] if isinstance(op.args[-1], tuple) else (True, True, True)
+    wanted = []
+    if mask[0]:
+        wanted.append((batch, pixels, window, channels))
+    if mask[1]:
+        wanted.append((batch, channels, window, pixels))
+    return wanted or [(1, 1, 1, 1)]
+
+
+def _product_seconds(
+    products: Sequence[Sequence[tuple[int, int, int, int]]], dtype: str, device: DeviceSpec
+) -> Seconds:
+    total = np.zeros(len(products))
+    for part in zip(*products, strict=True):
+        batch, m, n, k = (np.array(column, dtype=np.float64) for column in zip(*part, strict=True))
+        total += compute.matmul_s(batch, m, n, k, dtype, device)
+    return total
+
+
+def _attention_flops(op: Op, ins: Sequence[Shape]) -> float:
+    """Return the FLOPs of an attention kernel: two products forward, five backward, half of them if causal."""
+    backward = "backward" in op.target
+    query, key, value = (ins[1], ins[2], ins[3]) if backward else (ins[0], ins[1], ins[2])
+    products = 5.0 if backward else 2.0
+    width = (query[-1] + value[-1]) / 2
+    causal = 0.5 if _is_causal(op) else 1.0
+    return products * 2.0 * math.prod(query[:-1]) * key[-2] * width * causal
+
+
+def _is_causal(op: Op) -> bool:
+    return any(arg is True for arg in op.args) or dict(op.kwargs).get("is_causal") is True
+
+
+def _traffic(op: Op, metas: Sequence[TensorMeta], ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    """Return the bytes that the operator reads and writes on local shapes."""
+    written = sum(math.prod(shape) * meta.item_bytes for shape, meta in zip(outs, op.outputs, strict=True) if meta)
+    if op.target in _READS_OUTPUT_ONLY:
+        return 2.0 * written
+    if op.target.startswith(_WRITES_WITHOUT_READING):
+        return float(written)
+    read = [math.prod(shape) * meta.item_bytes for shape, meta in zip(ins, metas, strict=True)]
+    extra = _EXTRA_PASSES.get(op.target, 0.0) * (read[0] if read else 0)
+    return float(sum(read) + written + extra)

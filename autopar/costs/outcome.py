@@ -1,0 +1,277 @@
+"""A solved table to decisions and predictions: what the plan file says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.costs import operators
+from autopar.costs.links import Links, Message
+from autopar.costs.liveness import lives, local_bytes
+from autopar.costs.optimizer import state_bytes
+from autopar.costs.roles import gradient_like, parameter_like
+from autopar.costs.table import Pricing
+from autopar.costs.timing import pairs, timing
+from autopar.ir.graph import Graph, Op
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Shard
+from autopar.ir.plan import (
+    Breakdown,
+    Collective,
+    Decisions,
+    Estimates,
+    Gather,
+    Memory,
+    OperatorDecision,
+    ParameterDecision,
+    Stage,
+)
+from autopar.ir.strategy import MeshStrategy
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One assignment of one priced program."""
+
+    graph: Graph
+    pricing: Pricing
+    links: Links
+    options: tuple[int, ...]
+    optimizer: str
+
+    def strategy(self, rep: str) -> MeshStrategy:
+        """Return the strategy of a representative operator."""
+        node = self.pricing.home[rep]
+        return self.pricing.clusters[node].strategy(rep, self.options[node])
+
+    def layout(self, rep: str, index: int = 0) -> Layout:
+        """Return the layout that a value is made in."""
+        found = self.strategy(rep).outputs[index]
+        if found is None:
+            raise ValueError(f"output {index} of {rep} is no tensor")
+        return found
+
+    def keeps_gather(self, rep: str) -> bool:
+        """Return whether a parameter's gathered copies are kept from forward to backward."""
+        node = self.pricing.home[rep]
+        cluster = self.pricing.clusters[node]
+        return bool(cluster.once) and cluster.once[self.options[node]]
+
+    def output_layout(self, name: str) -> Layout:
+        """Return the layout of a user-visible output."""
+        node = self.pricing.sinks[name]
+        if name in self.pricing.sink_layouts:
+            return self.pricing.sink_layouts[name][self.options[node]]
+        return self.layout(self.pricing.clusters[node].members[0])
+
+    def decisions(self, mesh: Mesh, degrees: Mapping[str, int]) -> Decisions:
+        """Return all that the rewriter and the runtime read."""
+        graph = self.graph
+        instances = Counter(graph.representative(op.name) for op in graph.ops)
+        found = {
+            op.name: self._operator(op, instances[op.name])
+            for op in graph.ops
+            if graph.representative(op.name) == op.name
+        }
+        parameters = dict(sorted(self._parameters()))
+        return Decisions(
+            degrees=dict(degrees),
+            mesh=mesh,
+            parameters=parameters,
+            operators=found,
+            outputs={o.name: self.output_layout(o.name) for o in graph.outputs if o.kind == "output" and o.ref},
+            collectives=self.collectives(mesh),
+            stages=(Stage(index=0, ranks=tuple(range(mesh.world_size)), blocks=(), parameters=tuple(parameters)),),
+        )
+
+    def _operator(self, op: Op, instances: int) -> OperatorDecision:
+        graph, strategy = self.graph, self.strategy(op.name)
+        metas = tuple(graph.meta(ref) for ref in op.refs)
+        spent = operators.seconds(op, metas, [strategy], self.links.sizes, self.links.cluster.device)
+        return OperatorDecision(
+            target=op.target,
+            strategy=strategy,
+            inputs=tuple(ref.op for ref in op.refs),
+            output=op.outputs[0] if op.outputs else None,
+            phase=op.phase,
+            module=op.module,
+            source=op.source,
+            instances=instances,
+            predicted_s=float(spent[0]),
+        )
+
+    def _parameters(self) -> Iterator[tuple[str, ParameterDecision]]:
+        for op in self.graph.ops:
+            if op.kind not in {"parameter", "buffer"}:
+                continue
+            rep = self.graph.representative(op.name)
+            layout = self.layout(rep)
+            gather: Gather = "none"
+            if any(isinstance(p, Shard) for p in layout) and self._is_gathered(rep):
+                gather = "once" if self.keeps_gather(rep) else "per_phase"
+            for name in self.graph.aliases.get(op.target, (op.target,)):
+                yield name, ParameterDecision(placements=layout, gather=gather)
+
+    def _is_gathered(self, rep: str) -> bool:
+        members = set(self.pricing.clusters[self.pricing.home[rep]].members)
+        return any(m.tensor_rep in members and m.message.op == "all_gather" for m in self.messages())
+
+    def messages(self) -> tuple[Issued, ...]:
+        """Return every collective of one step, instance by instance, as the rewriter will issue them."""
+        return tuple(_issued(self))
+
+    def collectives(self, mesh: Mesh) -> tuple[Collective, ...]:
+        """Return the collectives of one step, equal ones counted together, in program order."""
+        counted = Counter((m.message, m.phase, m.tensor_rep, m.overlapped) for m in self.messages())
+        by_name = self.graph.by_name
+        return tuple(
+            Collective(
+                op=message.op,
+                axis=mesh.axes[message.axis].name,
+                level=self.links.level(message.axis),
+                bytes=message.bytes,
+                count=count,
+                phase=phase,
+                tensor=_label(by_name[rep]),
+                overlapped=overlapped,
+                predicted_s=count * self.links.message_s(message),
+            )
+            for (message, phase, rep, overlapped), count in counted.items()
+        )
+
+    def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
+        """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""
+        table = self.pricing.table
+        time = timing(table, self.options)
+        compute = self._compute_s()
+        memory = self.memory()
+        world = int(np.prod(self.links.sizes)) if self.links.sizes else 1
+        whole = sum(operators.flops(op, [self.graph.meta(ref) for ref in op.refs]) for op in self.graph.ops)
+        peak = self.links.cluster.device.flops_for(dtype)
+        return Estimates(
+            step_time_s=time.step_s,
+            mfu=whole / (time.step_s * world * peak) if time.step_s else 0.0,
+            peak_memory_bytes=memory.total,
+            memory=memory,
+            memory_budget_bytes=budget_bytes,
+            communication_bytes=sum(m.message.bytes for m in self.messages()),
+            breakdown=Breakdown(
+                compute_s=compute,
+                exposed_communication_s=max(0.0, time.forward_s + time.backward_s - compute),
+                bubble_s=0.0,
+                optimizer_s=time.optimizer_s,
+            ),
+            sources={
+                "step_time_s": "autopar.costs.timing: makespan of computation and overlapped collectives, per phase",
+                "compute_s": f"cost_models.compute: roofline of {self.links.cluster.device.name}",
+                "exposed_communication_s": "cost_models.collectives: alpha-beta per link level, less what overlaps",
+                "peak_memory_bytes": "autopar.costs.liveness: bytes alive at the peak of the program's order",
+            },
+        )
+
+    def _compute_s(self) -> float:
+        """Return the seconds of all operators on one device, collectives left out."""
+        total = 0.0
+        known: dict[str, float] = {}
+        for op in self.graph.ops:
+            rep = self.graph.representative(op.name)
+            if rep not in known:
+                known[rep] = self._operator(self.graph.by_name[rep], 1).predicted_s
+            total += known[rep]
+        return total
+
+    def memory(self) -> Memory:
+        """Return the bytes held at the peak, by what they are."""
+        graph, sizes, pricing = self.graph, self.links.sizes, self.pricing
+        copies = [pairs(group, self.options) for group in pricing.table.groups]
+        curve = pricing.table.memory_curve(self.options, copies)
+        at = int(np.argmax(curve))
+        parameters = optimizer = gradients = activations = 0.0
+        for op in graph.ops:
+            if op.kind in {"parameter", "buffer"} and op.outputs[0] is not None:
+                layout = self.layout(graph.representative(op.name))
+                parameters += local_bytes(op.outputs[0], layout, sizes)
+                if op.kind == "parameter" and op.requires_grad:
+                    optimizer += state_bytes(op, layout, sizes, self.optimizer)
+        grads = {o.ref.op for o in graph.outputs if o.kind == "gradient" and o.ref is not None}
+        for life in lives(graph):
+            if not life.first <= at <= life.last:
+                continue
+            rep = graph.representative(life.op)
+            meta = graph.by_name[life.op].outputs[life.index]
+            held = local_bytes(meta, self.strategy(rep).outputs[life.index], sizes) if meta is not None else 0.0
+            if life.op in grads:
+                gradients += held
+            else:
+                activations += held
+        reserved = float(self.links.cluster.device.reserved_bytes)
+        rest = float(curve[at]) - parameters - optimizer - gradients - activations - reserved
+        return Memory(
+            parameters=round(parameters),
+            gradients=round(gradients),
+            optimizer=round(optimizer),
+            activations=round(activations),
+            temporary=max(0, round(rest)),
+            reserved=round(reserved),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One collective of one instance."""
+
+    message: Message
+    phase: str
+    tensor_rep: str
+    overlapped: bool
+
+
+def _label(op: Op) -> str:
+    if op.kind in {"parameter", "buffer", "input", "tangent"}:
+        return op.target
+    return f"{op.name} ({op.module})" if op.module else op.name
+
+
+def _issued(outcome: Outcome) -> Iterator[Issued]:
+    graph, links = outcome.graph, outcome.links
+    starts, ends = parameter_like(graph), gradient_like(graph)
+    roots: dict[str, str] = {}
+    done: set[tuple[str, int, Layout, str]] = set()
+    for op in graph.ops:
+        rep = graph.representative(op.name)
+        strategy = outcome.strategy(rep)
+        roots[op.name] = roots[op.refs[0].op] if op.name in starts and op.refs else op.name
+        for ref, need in zip(op.refs, strategy.inputs, strict=True):
+            source = graph.representative(ref.op)
+            have = outcome.layout(source, ref.index)
+            apart = ref.op in starts and not outcome.keeps_gather(graph.representative(roots[ref.op]))
+            key = (ref.op, ref.index, need, op.phase if apart else "")
+            if have == need or key in done:
+                continue
+            done.add(key)
+            behind = ref.op in starts or ref.op in ends
+            for message in links.route_messages(have, need, graph.meta(ref)):
+                yield Issued(message, op.phase, source, behind)
+        metas = tuple(graph.meta(ref) for ref in op.refs)
+        for message in links.inner_messages(op, metas, strategy):
+            yield Issued(message, op.phase, rep, False)
+    for output in graph.outputs:
+        if output.ref is None:
+            continue
+        source = graph.representative(output.ref.op)
+        have = outcome.layout(source, output.ref.index)
+        need = (
+            outcome.output_layout(output.name)
+            if output.kind == "output"
+            else outcome.layout(graph.representative(output.name))
+        )
+        phase = graph.by_name[output.ref.op].phase
+        key = (output.ref.op, output.ref.index, need, "")
+        if have == need or key in done:
+            continue
+        done.add(key)
+        for message in links.route_messages(have, need, graph.meta(output.ref)):
+            yield Issued(message, phase, source, output.ref.op in ends)

@@ -1,0 +1,277 @@
+"""Graph, strategies and cluster to the table that the search reads.
+
+Equal layers are priced once and counted: a node's seconds are those of all its
+instances, and the edges between instances are grouped by which readers share a
+redistributed copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from autopar.costs import operators
+from autopar.costs.clusters import Cluster, build
+from autopar.costs.links import Links
+from autopar.costs.liveness import CopyLife, Holdings, local_bytes
+from autopar.costs.optimizer import optimizer_seconds
+from autopar.costs.roles import gradient_like, parameter_like
+from autopar.costs.segments import Segments
+from autopar.ir.graph import Graph, Op, Ref
+from autopar.ir.placement import Layout, Replicate, Shard, is_at_rest
+from autopar.ir.plan import Gather
+from autopar.ir.strategy import MeshStrategy
+from autopar.ir.table import Category, CostTable, Demand, Floats, Group, Node
+from autopar.ir.tensor import TensorMeta
+
+Phase = Literal["forward", "backward", "both"]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A place where a value is read: argument `slot` of an operator, or an output of the program."""
+
+    op: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A value and the readers that share each redistributed copy of it."""
+
+    producer: str
+    index: int
+    readers: tuple[Reader, ...]
+    category: Category
+    phase: Phase
+
+
+@dataclass
+class Pricing:
+    """A cost table, and what its nodes, options and layouts stand for."""
+
+    table: CostTable
+    clusters: list[Cluster]
+    home: dict[str, int]
+    sinks: dict[str, int]
+    """Output name to the node that decides its layout."""
+
+    sink_layouts: dict[str, list[Layout]]
+
+
+@dataclass
+class Builder:
+    """Builds the table of one graph on one mesh."""
+
+    graph: Graph
+    choices: Mapping[str, Sequence[MeshStrategy]]
+    links: Links
+    optimizer: str
+    gathers: frozenset[Gather] = frozenset({"per_phase", "once"})
+    """How parameters sharded at rest may be gathered."""
+
+    segments: Segments = field(init=False)
+    clusters: list[Cluster] = field(init=False)
+    home: dict[str, int] = field(init=False)
+    sinks: dict[str, int] = field(init=False, default_factory=dict)
+    sink_layouts: dict[str, list[Layout]] = field(init=False, default_factory=dict)
+    _seconds: dict[tuple[object, ...], Floats] = field(init=False, default_factory=dict)
+
+    def build(self) -> Pricing:
+        """Return the priced table."""
+        graph = self.graph
+        self.segments = Segments.of(graph)
+        self.clusters, self.home = build(graph, self.choices)
+        self._parameters = parameter_like(graph)
+        self._gradients = gradient_like(graph)
+        self._offer_kept_gathers()
+        instances: dict[str, list[Op]] = {}
+        for op in graph.ops:
+            instances.setdefault(graph.representative(op.name), []).append(op)
+        nodes = [self._node(cluster, instances) for cluster in self.clusters]
+        self._add_sinks(nodes)
+        groups, copies = self._groups(nodes)
+        reserved = float(self.links.cluster.device.reserved_bytes)
+        holdings = Holdings(graph, self.clusters, self.home, self.links.sizes, self.optimizer, copies, reserved)
+        table = CostTable(
+            nodes=tuple(nodes),
+            groups=tuple(groups),
+            forward_segments=self.segments.forward,
+            segments=self.segments.total,
+            memory_row=holdings.row,
+            memory_curve=holdings.curve,
+        )
+        return Pricing(table, self.clusters, self.home, self.sinks, self.sink_layouts)
+
+    def _offer_kept_gathers(self) -> None:
+        """Give each sharded option of a parameter a twin that keeps its gathered copies for backward."""
+        for cluster in self.clusters:
+            if self.graph.by_name[cluster.members[0]].kind != "parameter":
+                continue
+            sharded = [o for o in cluster.options if any(isinstance(p, Shard) for p in o[0].outputs[0] or ())]
+            whole = [option for option in cluster.options if option not in sharded]
+            ways = [way for way in ("per_phase", "once") if way in self.gathers]
+            cluster.options = [*whole, *(sharded * len(ways))]
+            cluster.once = [False] * len(whole) + [way == "once" for way in ways for _ in sharded]
+
+    def _node(self, cluster: Cluster, instances: Mapping[str, Sequence[Op]]) -> Node:
+        total: Floats = np.zeros((len(cluster.options), self.segments.total))
+        optimizer = np.zeros(len(cluster.options))
+        for place, member in enumerate(cluster.members):
+            op = self.graph.by_name[member]
+            strategies = [option[place] for option in cluster.options]
+            metas = tuple(self.graph.meta(ref) for ref in op.refs)
+            once = self._op_seconds(op, metas, strategies)
+            total += np.outer(once, self.segments.counts(instances[member]))
+            if op.kind == "parameter" and op.requires_grad:
+                layouts = [s.outputs[0] for s in strategies]
+                optimizer += len(instances[member]) * optimizer_seconds(
+                    op, layouts, self.links.sizes, self.optimizer, self.links.cluster.device
+                )
+        return Node(cluster.members[0], total, optimizer)
+
+    def _op_seconds(self, op: Op, metas: tuple[TensorMeta, ...], strategies: list[MeshStrategy]) -> Floats:
+        if op.kind != "call" or operators.is_view(op):
+            return np.zeros(len(strategies))
+        key = (op.target, metas, op.outputs, tuple(id(s) for s in strategies), str(op.args[-4:]))
+        if key not in self._seconds:
+            plain = operators.seconds(op, metas, strategies, self.links.sizes, self.links.cluster.device)
+            inner = np.array([self.links.inner_s(op, metas, s) for s in strategies])
+            self._seconds[key] = plain + inner
+        return self._seconds[key]
+
+    def _add_sinks(self, nodes: list[Node]) -> None:
+        """Add a decision for each user output without a tangent; one with a tangent has the layout of that."""
+        tangents = {op.target: op.name for op in self.graph.ops if op.kind == "tangent"}
+        for output in self.graph.outputs:
+            if output.kind != "output" or output.ref is None:
+                continue
+            if output.name in tangents:
+                self.sinks[output.name] = self.home[self.graph.representative(tangents[output.name])]
+                continue
+            self.sinks[output.name] = len(nodes)
+            self.sink_layouts[output.name] = self._output_layouts(output.ref)
+            count = len(self.sink_layouts[output.name])
+            nodes.append(Node(f"output {output.name}", np.zeros((count, self.segments.total)), np.zeros(count)))
+
+    def _output_layouts(self, ref: Ref) -> list[Layout]:
+        """Return the layouts a user can get an output in: whole, or any even split that its producer makes."""
+        rep = self.graph.representative(ref.op)
+        cluster = self.clusters[self.home[rep]]
+        made = [cluster.strategy(rep, k).outputs[ref.index] for k in range(len(cluster.options))]
+        whole: Layout = (Replicate(),) * len(self.links.sizes)
+        split = [layout for layout in made if layout is not None and is_at_rest(layout, self.links.sizes)]
+        return list(dict.fromkeys([whole, *(split if self.graph.meta(ref).shape else [])]))
+
+    def _groups(self, nodes: list[Node]) -> tuple[list[Group], list[CopyLife]]:
+        groups: list[Group] = []
+        copies: list[CopyLife] = []
+        for sharing, (counts, lives) in self._count_sharers().items():
+            for group, held in self._build_group(nodes, sharing, counts):
+                groups.append(group)
+                copies.append(CopyLife(tuple(lives), held))
+        return groups, copies
+
+    def _count_sharers(self) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]:
+        """Return, for each set of readers that share copies of a value: how often in each segment, and when."""
+        graph = self.graph
+        found: dict[tuple[str, int, Phase], list[tuple[Reader, int]]] = {}
+        for position, op in enumerate(graph.ops):
+            for slot, ref in enumerate(op.refs):
+                reader = (Reader(graph.representative(op.name), slot), position)
+                found.setdefault((ref.op, ref.index, "both"), []).append(reader)
+                if ref.op in self._parameters:
+                    found.setdefault((ref.op, ref.index, op.phase), []).append(reader)
+        for output in graph.outputs:
+            if output.ref is not None:
+                name = output.name if output.kind == "output" else graph.representative(output.name)
+                reader = (Reader(f"{output.kind}:{name}", 0), graph.position[output.ref.op])
+                found.setdefault((output.ref.op, output.ref.index, "both"), []).append(reader)
+        sharers: dict[Sharing, tuple[Floats, list[tuple[int, int]]]] = {}
+        for (name, index, phase), readers in found.items():
+            names = tuple(sorted({reader for reader, _ in readers}, key=lambda r: (r.op, r.slot)))
+            category = self._category(name)
+            sharing = Sharing(graph.representative(name), index, names, category, phase)
+            counts, lives = sharers.setdefault(sharing, (np.zeros(self.segments.total), []))
+            places = [position for _, position in readers]
+            first = graph.position[name] if category == "reduction" else min(places)
+            counts[self.segments.of_op[graph.ops[first].name]] += 1
+            lives.append((first, max(places)))
+        return sharers
+
+    def _category(self, name: str) -> Category:
+        if name in self._parameters:
+            return "prefetch"
+        return "reduction" if name in self._gradients else "critical"
+
+    def _demand(self, reader: Reader) -> tuple[int, list[Layout]]:
+        """Return the node that a reader belongs to, and the layout it needs under each of the node's options."""
+        kind, _, name = reader.op.partition(":")
+        if kind == "output" and name in self.sink_layouts:
+            return self.sinks[name], self.sink_layouts[name]
+        if kind in {"output", "gradient", "mutation"} and name:
+            node = self.sinks[name] if kind == "output" else self.home[name]
+            cluster = self.clusters[node]
+            member = cluster.members[0] if kind == "output" else name
+            layouts = [cluster.strategy(member, k).outputs[0] for k in range(len(cluster.options))]
+            return node, [layout for layout in layouts if layout is not None]
+        cluster = self.clusters[self.home[reader.op]]
+        return self.home[reader.op], [
+            cluster.strategy(reader.op, k).inputs[reader.slot] for k in range(len(cluster.options))
+        ]
+
+    def _build_group(self, nodes: list[Node], sharing: Sharing, counts: Floats) -> list[tuple[Group, Floats]]:
+        source = self.home[sharing.producer]
+        cluster = self.clusters[source]
+        meta = self.graph.by_name[sharing.producer].outputs[sharing.index]
+        once = np.array(cluster.once or [False] * len(cluster.options))
+        starts = sharing.producer in self._parameters
+        if meta is None or (starts and sharing.phase == "both" and not once.any()):
+            return []
+        made = [cluster.strategy(sharing.producer, k).outputs[sharing.index] for k in range(len(cluster.options))]
+        sources = list(dict.fromkeys(layout for layout in made if layout is not None))
+        layout = np.array([sources.index(each) if each is not None else 0 for each in made], dtype=np.int64)
+        needs = [self._demand(reader) for reader in sharing.readers]
+        wanted = list(dict.fromkeys(each for _, layouts in needs for each in layouts))
+        demands: dict[tuple[int, bytes], Demand] = {}
+        for node, layouts in needs:
+            column = np.array([wanted.index(each) for each in layouts], dtype=np.int64)
+            demands.setdefault((node, column.tobytes()), Demand(node, column))
+        price = np.array([[self.links.route_s(a, b, meta) for b in wanted] for a in sources])
+        shares = (0.0,) * len(self.links.sizes) if sharing.category == "critical" else self.links.overlap
+        hidden = np.array([[self.links.route_s(a, b, meta, shares) for b in wanted] for a in sources])
+        held = np.array([[0.0 if a == b else local_bytes(meta, b, self.links.sizes) for b in wanted] for a in sources])
+        if once.any():
+            kept = sharing.phase == "both"
+            price, hidden, held = (_by_gather(each, paid_if_kept=kept) for each in (price, hidden, held))
+            layout = layout + len(sources) * once
+        name = f"{sharing.producer}.{sharing.index}.{sharing.phase}"
+        group = Group(name, source, layout, tuple(demands.values()), price, hidden, sharing.category, counts)
+        return [(each, held) for each in self._drop_own(nodes, group)]
+
+    def _drop_own(self, nodes: list[Node], group: Group) -> list[Group]:
+        """Fold demands of the source's own node into its seconds; return the group if anything remains of it."""
+        own = [d for d in group.demands if d.node == group.source]
+        others = tuple(d for d in group.demands if d.node != group.source)
+        node = nodes[group.source]
+        extra: Floats = np.zeros(node.options)
+        for demand in own:
+            extra = np.maximum(extra, group.price_s[group.layout, demand.layout])
+        if extra.any():
+            nodes[group.source] = Node(node.name, node.seconds + np.outer(extra, group.counts), node.optimizer_s)
+        if not others or not group.price_s.any():
+            return []
+        return [replace(group, demands=others)]
+
+
+def _by_gather(amounts: Floats, *, paid_if_kept: bool) -> Floats:
+    """Return amounts for sources that gather per phase, then for those that keep what they gathered.
+
+    A parameter's readers form one group a phase, which the former pay, and one over
+    both phases, which the latter pay.
+    """
+    free = np.where(np.isfinite(amounts), 0.0, amounts)
+    return np.vstack([free, amounts] if paid_if_kept else [amounts, free])

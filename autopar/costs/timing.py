@@ -1,0 +1,55 @@
+"""Seconds of one assignment of a cost table: what the search minimises, said once more and plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.ir.table import CostTable, Floats, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one step on one device."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step: forward, backward, optimizer."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+def pairs(group: Group, options: Sequence[int]) -> set[tuple[int, int]]:
+    """Return the layouts that copies of the group's value lead between."""
+    source = int(group.layout[options[group.source]])
+    return {(source, int(demand.layout[options[demand.node]])) for demand in group.demands}
+
+
+def timing(table: CostTable, options: Sequence[int]) -> Timing:
+    """Return the seconds of an assignment, overlap taken into account as in `search.ilp`."""
+    work = np.zeros(table.segments)
+    hidden = np.zeros(table.segments)
+    for node, option in zip(table.nodes, options, strict=True):
+        work += node.seconds[option]
+    for group in table.groups:
+        for pair in pairs(group, options):
+            hidden += group.counts * group.hidden_s[pair]
+            work += group.counts * (group.price_s[pair] - group.hidden_s[pair])
+    cut = table.forward_segments
+    return Timing(
+        forward_s=_span(hidden[:cut], work[:cut]),
+        backward_s=_span(work[cut:], hidden[cut:]) if table.segments > cut else 0.0,
+        optimizer_s=float(sum(node.optimizer_s[option] for node, option in zip(table.nodes, options, strict=True))),
+    )
+
+
+def _span(first: Floats, then: Floats) -> float:
+    """Return the makespan of two streams where what `then` does in a segment needs what `first` did up to it."""
+    through = np.cumsum(first)
+    left = np.cumsum(then[::-1])[::-1]
+    return float(max(first.sum(), then.sum(), (through + left).max(initial=0.0)))

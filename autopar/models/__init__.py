@@ -1,0 +1,1 @@
+"""Which model a reference names: a factory in the user's code, an architecture of ours, a transformers config."""

@@ -1,0 +1,163 @@
+"""A plan as tables of text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autopar.figures import format_bytes, format_degrees, format_seconds
+from autopar.ir.plan import Plan
+from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, costly_operators, layout_text, parameter_groups, summary
+
+_TOP = 12
+"""Rows of a table that could have thousands."""
+
+_PIPE_WIDTH = 160
+"""Columns where the output is no terminal: wide enough that names are not cut."""
+
+Row = Sequence[str]
+
+
+def table_text(plan: Plan, width: int = _PIPE_WIDTH) -> str:
+    """Return the tables as plain text."""
+    out = StringIO()
+    _print(plan, Console(file=out, width=width, color_system=None, highlight=False))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def print_table(plan: Plan, stream: TextIO) -> None:
+    """Write the tables to a stream, coloured where it is a terminal and `NO_COLOR` is not set."""
+    if not stream.isatty():
+        stream.write(table_text(plan))
+        return
+    _print(plan, Console(file=stream, highlight=False))
+
+
+def _print(plan: Plan, console: Console) -> None:
+    workload = plan.workload
+    pieces = "micro-batches" if workload.num_microbatches > 1 else "micro-batch"
+    batch = f"batch {workload.global_batch}, {workload.num_microbatches} {pieces} of {workload.microbatch}"
+    console.print(
+        Text(f"{workload.model}  {batch}, {workload.precision}, {workload.optimizer}", style="bold"), soft_wrap=True
+    )
+    console.print(
+        Text(f"{format_degrees(plan.decisions.degrees)} on {plan.cluster.get('name', 'the cluster')}"), soft_wrap=True
+    )
+    for title, heads, rows in _sections(plan):
+        found = list(rows)
+        if found:
+            console.print()
+            console.print(_table(title, heads, found))
+    for warning in plan.warnings:
+        place = f" ({warning.location})" if warning.location else ""
+        console.print(Text(f"\nwarning: {warning.text}{place} [{warning.code}]", style="yellow"), soft_wrap=True)
+    console.print()
+    console.print(Text(summary(plan), style="bold"), soft_wrap=True)
+
+
+def _table(title: str, heads: Row, rows: Iterable[Row]) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold cyan", box=None, pad_edge=False, header_style="dim"
+    )
+    for head in heads:
+        table.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _sections(plan: Plan) -> Iterator[tuple[str, Row, Iterable[Row]]]:
+    """Yield title, heads (`>`: figures, to the right) and rows of each table."""
+    axes = plan.decisions.mesh.axes
+    names = " ".join(plan.decisions.mesh.names)
+    yield "mesh", ("axis", ">size", "level"), ((axis.name, str(axis.size), axis.level) for axis in axes)
+    yield "time of a step", ("part", ">seconds", ">share"), _time_rows(plan)
+    yield "memory of a device", ("part", ">bytes", ">share"), _memory_rows(plan)
+    yield f"parameters ({names})", ("name", ">count", "shape", "placements", "gather"), _parameter_rows(plan)
+    yield (
+        f"operators by time ({names})",
+        ("operator", "target", "module", ">count", "strategy", ">time"),
+        _operator_rows(plan),
+    )
+    yield (
+        "collectives",
+        ("collective", "axis", "level", ">message", ">count", "phase", "tensor", "overlapped", ">time"),
+        _collective_rows(plan),
+    )
+    yield "search", ("status", ">objective", ">bound", ">gap", ">candidates", ">seed"), _solver_rows(plan)
+    yield "alternatives", ("degrees", ">step", ">peak", "why not"), _alternative_rows(plan)
+
+
+def _time_rows(plan: Plan) -> Iterator[Row]:
+    total = plan.estimates.step_time_s
+    parts = [(name, getattr(plan.estimates.breakdown, field)) for name, field in TIME_PARTS]
+    for name, seconds in (*parts, ("step", total)):
+        yield name, format_seconds(seconds), f"{seconds / total:.1%}" if total else "-"
+
+
+def _memory_rows(plan: Plan) -> Iterator[Row]:
+    estimates = plan.estimates
+    budget = estimates.memory_budget_bytes
+    parts = [(name, getattr(estimates.memory, name)) for name in MEMORY_PARTS]
+    for name, count in (*parts, ("peak", estimates.peak_memory_bytes), ("budget", budget)):
+        yield name, format_bytes(count), f"{count / budget:.1%}" if budget else "-"
+
+
+def _parameter_rows(plan: Plan) -> Iterator[Row]:
+    groups = parameter_groups(plan)
+    for each in groups[:_TOP]:
+        shape = str(each.meta) if each.meta else "-"
+        yield each.name, str(each.count), shape, layout_text(each.decision.placements), each.decision.gather
+    if len(groups) > _TOP:
+        yield f"... and {len(groups) - _TOP} more", "", "", "", ""
+
+
+def _operator_rows(plan: Plan) -> Iterator[Row]:
+    found = costly_operators(plan)
+    for name, each in found[:_TOP]:
+        total = format_seconds(each.predicted_s * each.instances)
+        yield name, each.target, each.module, str(each.instances), str(each.strategy), total
+    if len(found) > _TOP:
+        yield f"... and {len(found) - _TOP} more", "", "", "", "", ""
+
+
+def _collective_rows(plan: Plan) -> Iterator[Row]:
+    found = sorted(plan.decisions.collectives, key=lambda each: -each.predicted_s)
+    for each in found[:_TOP]:
+        yield (
+            each.op,
+            each.axis,
+            each.level,
+            format_bytes(each.bytes),
+            str(each.count),
+            each.phase,
+            each.tensor,
+            "yes" if each.overlapped else "no",
+            format_seconds(each.predicted_s),
+        )
+    if len(found) > _TOP:
+        yield f"... and {len(found) - _TOP} more", "", "", "", "", "", "", "", ""
+
+
+def _solver_rows(plan: Plan) -> Iterator[Row]:
+    solver = plan.solver
+    yield (
+        solver.status,
+        format_seconds(solver.objective),
+        format_seconds(solver.bound),
+        f"{solver.gap:.2%}",
+        str(solver.candidates),
+        str(solver.seed),
+    )
+
+
+def _alternative_rows(plan: Plan) -> Iterator[Row]:
+    for each in plan.alternatives:
+        step = "-" if each.step_time_s is None else format_seconds(each.step_time_s)
+        peak = "-" if each.peak_memory_bytes is None else format_bytes(each.peak_memory_bytes)
+        yield format_degrees(each.degrees), step, peak, each.why_not

@@ -1,0 +1,150 @@
+"""The cut of a local program into forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar._torch import storage_key
+from autopar.ir.graph import Graph
+from autopar.rewrite.marks import mark, role
+from autopar.rewrite.programs import Saved
+
+_CLONE = torch.ops.aten.clone.default
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Forward and backward programs, and what goes from one to the other."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[Saved, ...]
+
+
+def partition(gm: fx.GraphModule, graph: Graph) -> Cut:
+    """Return the two programs: forward makes user outputs and new buffer values, backward the gradients.
+
+    Saved is what backward's operators read of forward's; parameters and inputs are saved as
+    references, and views hold no memory of their own.
+    """
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    results: Sequence[fx.Node | None] = output.args[0]
+    kinds = [each.kind for each in graph.outputs]
+    gradients = [node for node, kind in zip(results, kinds, strict=True) if kind == "gradient"]
+    visible = [node for want in ("output", "mutation") for node, kind in zip(results, kinds, strict=True) if kind == want]
+    tangents = [graph_op.name for graph_op in graph.ops if graph_op.kind == "tangent"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    starts = [node for node in placeholders if node.name not in tangents]
+    needed = _ancestors(gm.graph, [node for node in [*visible, *gradients] if node is not None])
+    early = _ancestors(gm.graph, [node for node in visible if node is not None])
+    forward = {node for node in needed if node in early or _is_forward(node, tangents)}
+    forward |= {node for node in placeholders if node.name not in tangents}
+    backward = [node for node in gm.graph.nodes if node in needed and node not in forward and node.op != "placeholder"]
+    crossing = _crossing(backward, gradients, forward)
+    crossing = _own_memory(gm.graph, crossing, starts)
+    forward |= set(crossing)
+    user = [node for node, kind in zip(results, kinds, strict=True) if kind == "output"]
+    saved, extra = _find(crossing, starts, user)
+    first = _build(gm, [n for n in gm.graph.nodes if n in forward and n.op != "placeholder"], starts, [*visible, *extra])
+    if not any(kind == "gradient" for kind in kinds):
+        return Cut(first, None, ())
+    late = [node for node in placeholders if node.name in tangents]
+    second = _build(gm, backward, [*crossing, *late], gradients)
+    return Cut(first, second, saved)
+
+
+def _is_forward(node: fx.Node, tangents: Sequence[str]) -> bool:
+    if node.op == "placeholder":
+        return node.name not in tangents
+    return mark(node).phase == "forward"
+
+
+def _ancestors(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _crossing(
+    backward: Sequence[fx.Node], gradients: Sequence[fx.Node | None], forward: set[fx.Node]
+) -> list[fx.Node]:
+    """Return the forward nodes that backward reads, each once, in order of first use; constants are no values."""
+    read: dict[fx.Node, None] = {}
+    for node in backward:
+        read.update(dict.fromkeys(each for each in node.all_input_nodes if each in forward))
+    read.update(dict.fromkeys(node for node in gradients if node is not None and node in forward))
+    return [node for node in read if node.op != "get_attr"]
+
+
+def _own_memory(graph: fx.Graph, crossing: Sequence[fx.Node], starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """Copy each saved slice that a redistribution cut from a larger value which nothing else keeps alive."""
+    held = {storage_key(node.meta["val"]) for node in starts}
+    held |= {
+        storage_key(node.meta["val"]) for node in crossing if isinstance(node.meta["val"], torch.Tensor) and not _is_cut(node)
+    }
+    kept = []
+    for node in crossing:
+        if _is_cut(node) and storage_key(node.meta["val"]) not in held:
+            with graph.inserting_after(node):
+                copy = graph.call_function(_CLONE, (node,), {"memory_format": torch.contiguous_format})
+            copy.meta = {**node.meta, "val": torch.empty_like(node.meta["val"])}
+            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)  # type: ignore[misc]
+            node = copy
+        kept.append(node)
+    return kept
+
+
+def _is_cut(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return role(node) == "move" and isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes
+
+
+def _find(
+    crossing: Sequence[fx.Node], starts: Sequence[fx.Node], user: Sequence[fx.Node | None]
+) -> tuple[tuple[Saved, ...], list[fx.Node]]:
+    """Return where each saved value is found, and those that forward must return for it."""
+    saved: list[Saved] = []
+    extra: list[fx.Node] = []
+    for node in crossing:
+        if node in starts:
+            saved.append(Saved("input", starts.index(node), node.name))
+        elif node in user:
+            saved.append(Saved("output", user.index(node), node.name))
+        else:
+            saved.append(Saved("value", len(extra), node.name))
+            extra.append(node)
+    return tuple(saved), extra
+
+
+def _build(
+    gm: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    results: Sequence[fx.Node | None],
+) -> fx.GraphModule:
+    """Return the program of `nodes` that reads `inputs`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in [each for each in nodes if each.op != "get_attr"]:
+        for each in node.all_input_nodes:
+            if each.op == "get_attr" and each not in copies:
+                copies[each] = graph.node_copy(each)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(None if node is None else copies[node] for node in results))
+    made = fx.GraphModule(gm, graph)
+    graph.lint()
+    return made
+
+

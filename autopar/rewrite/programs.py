@@ -1,0 +1,82 @@
+"""What the rewriter hands to the runtime: one rank's forward and backward programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from autopar.ir.graph import Phase
+from autopar.ir.placement import Layout
+from autopar.ir.tensor import TensorMeta
+
+
+class RewriteError(RuntimeError):
+    """A local program does not fit the layouts it was made from: a fault of this compiler, not of its user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """One collective that a program issues."""
+
+    op: str
+    """`all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`."""
+
+    axis: str
+    bytes: int
+    """Of the larger of its local buffers."""
+
+    phase: Phase
+    tensor: str
+    """What is moved: a parameter's name, or an operator's name and module path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that crosses the border of a program: its name, global shape and layout."""
+
+    name: str
+    """Of an output its path in the return value; else the operator's name in the captured graph."""
+
+    meta: TensorMeta | None
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Where the runtime finds a value that backward reads."""
+
+    source: Literal["input", "output", "value"]
+    """A placeholder of forward, one of its user outputs, or one of the values it returns last."""
+
+    index: int
+    """Place among those."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """One rank's share of a step.
+
+    `forward` takes every placeholder of the captured graph but the tangents, in order, and
+    returns one flat tuple: user outputs, new values of buffers, values saved for backward.
+    `backward` takes what `saved` names, in order, then the tangents; it returns the gradients. Group names in both are names of mesh axes.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    mutations: tuple[Value, ...]
+    """Buffers that forward gives new values; `name` is the buffer's operator."""
+
+    saved: tuple[Saved, ...]
+    tangents: tuple[Value, ...]
+    gradients: tuple[Value, ...]
+    """What backward returns, `None` where `meta` is: `name` is the operator of the parameter or input concerned."""
+
+    emitted: tuple[Emitted, ...]
+    applied: tuple[str, ...] = ()
+    """Passes that acted, with how often."""

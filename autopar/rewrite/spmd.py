@@ -1,0 +1,213 @@
+"""The captured program on the local shapes of one rank, every tensor brought to the layout its reader needs.
+
+One fx graph still, forward and backward together; `partition` cuts it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.ir.graph import Graph, Op, Output, Phase, Ref
+from autopar.ir.placement import Layout, local_shape
+from autopar.ir.plan import Decisions
+from autopar.ir.reshard import Step, route
+from autopar.rewrite.derived import derived_parameters
+from autopar.rewrite.marks import Mark
+from autopar.rewrite.operators import emit
+from autopar.rewrite.programs import RewriteError
+from autopar.rewrite.site import Site
+from autopar.rewrite.steps import Writer
+
+Made = fx.Node | tuple[Any, ...]
+_KEPT_META = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "val")
+
+
+@dataclass
+class Localiser:
+    """Writes one rank's program.
+
+    A value in another layout than its producer's is made once and shared by all that read it so,
+    in forward and backward. A parameter (and what only views or casts one) is apart: unless its
+    gather is kept ("once"), each phase makes its own copy, and none is saved in between.
+    """
+
+    joint: fx.GraphModule
+    graph: Graph
+    decisions: Decisions
+    rank: int
+    out: fx.Graph = field(init=False, default_factory=fx.Graph)
+
+    def __post_init__(self) -> None:
+        mesh = self.decisions.mesh
+        self.writer = Writer(self.out, mesh, mesh.coordinate(self.rank))
+        self.per_phase = derived_parameters(self.graph, self.decisions)
+        self._nodes = {node.name: node for node in self.joint.graph.nodes}
+        self._made: dict[tuple[str, Phase | None], Made] = {}
+        self._elements: dict[tuple[Ref, Phase | None], fx.Node] = {}
+        self._copies: dict[tuple[Ref, Layout, Phase | None], fx.Node] = {}
+        self._gathered: dict[str, bool] = {}
+
+    def run(self) -> fx.GraphModule:
+        """Return the local program: the joint graph's placeholders, and one flat tuple beside `graph.outputs`."""
+        results: list[fx.Node | None] = []
+        for node in self.joint.graph.nodes:
+            if node.op == "output" or (node.op == "call_function" and node.target is operator.getitem):
+                continue
+            op = self.graph.by_name[node.name]
+            if op.kind == "call" and op.phase == "backward" and not results:
+                results = self._results()
+            if op.kind == "call":
+                self._made[op.name, None] = self._operator(op, op.phase)
+            else:
+                self._made[op.name, None] = self._start(node, op)
+        results = results or self._results()
+        gradients = (self._result(each) for each in self.graph.outputs if each.kind == "gradient")
+        self.out.output(tuple(next(gradients) if each.kind == "gradient" else made for each, made in zip(self.graph.outputs, results, strict=True)))
+        return fx.GraphModule(self.joint, self.out)
+
+    def layout(self, ref: Ref) -> Layout:
+        """Return the layout in which a value is made."""
+        op = self.graph.by_name[ref.op]
+        if op.kind == "parameter":
+            return self.decisions.parameters[op.target].placements
+        found = self.decisions.operators[self.graph.representative(ref.op)].strategy.outputs[ref.index]
+        if found is None:
+            raise RewriteError(f"output {ref.index} of {op.where} has no layout")
+        return found
+
+    def _start(self, node: fx.Node, op: Op) -> fx.Node:
+        made = self.out.create_node(node.op, node.target, name=node.name)
+        made.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        made.meta["autopar"] = Mark(op.name, op.phase)
+        meta = op.outputs[0]
+        if meta is not None:
+            made.meta["local_shape"] = local_shape(meta.shape, self.layout(Ref(op.name)), self.decisions.mesh.sizes)
+        return made
+
+    def _operator(self, op: Op, phase: Phase) -> Made:
+        node = self._nodes[op.name]
+        strategy = self.decisions.operators[self.graph.representative(op.name)].strategy
+        layouts = iter(zip(op.refs, strategy.inputs, strict=True))
+        args = fx.map_arg(node.args, lambda _: self._next(layouts, phase))
+        kwargs = {name: fx.map_arg(node.kwargs[name], lambda _: self._next(layouts, phase)) for name, _ in op.kwargs}
+        before = next(iter(reversed(self.out.nodes)), None)
+        site = Site(
+            graph=self.out,
+            op=op,
+            args=tuple(args),
+            kwargs=kwargs,
+            strategy=strategy,
+            mesh=self.decisions.mesh,
+            coordinate=self.writer.coordinate,
+            metas=tuple(self.graph.meta(ref) for ref in op.refs),
+        )
+        made = emit(site, node)
+        self._describe(before, node, op, phase)
+        for index, each in enumerate(made if isinstance(made, tuple) else (made,)):
+            if isinstance(each, fx.Node) and isinstance(made, tuple | fx.Node) and not self._is_tuple(op, made):
+                self._expect(each, op, index)
+        return made
+
+    def _is_tuple(self, op: Op, made: Made) -> bool:
+        """Return whether `made` is one node that stands for several outputs."""
+        return isinstance(made, fx.Node) and isinstance(self._nodes[op.name].meta.get("val"), tuple | list)
+
+    def _expect(self, node: fx.Node, op: Op, index: int) -> None:
+        meta = op.outputs[index]
+        if meta is not None:
+            layout = self.layout(Ref(op.name, index))
+            node.meta["local_shape"] = local_shape(meta.shape, layout, self.decisions.mesh.sizes)
+
+    def _next(self, layouts: Iterator[tuple[Ref, Layout]], phase: Phase) -> fx.Node:
+        ref, layout = next(layouts)
+        return self._demand(ref, layout, phase)
+
+    def _describe(self, before: fx.Node | None, source: fx.Node, op: Op, phase: Phase) -> None:
+        """Mark the nodes appended after `before`."""
+        node = before.next if before is not None else next(iter(self.out.nodes))
+        while node.op != "root":
+            node.meta.update({key: source.meta[key] for key in _KEPT_META if key in source.meta and key != "val"})
+            node.meta.setdefault("autopar", Mark(op.name, phase, moves=f"{op.name} ({op.module})" if op.module else op.name))
+            node = node.next
+
+    def _demand(self, ref: Ref, layout: Layout, phase: Phase, *, gradient_of: str = "") -> fx.Node:
+        """Return the node that holds a value in a layout, made now if it does not exist yet."""
+        steps = self._route(ref, layout)
+        apart = ref.op in self.per_phase and (any(s.communicates for s in steps) or self._is_gathered(ref.op))
+        own_phase = phase if apart else None
+        key = (ref, layout, own_phase)
+        if key not in self._copies:
+            value = self._value(ref, own_phase)
+            moved = self._moves(ref, phase, gradient_of)
+            for step in steps:
+                value = self.writer.step(value, step, self.graph.meta(ref).shape, moved)
+            self._copies[key] = value
+        return self._copies[key]
+
+    def _route(self, ref: Ref, layout: Layout) -> tuple[Step, ...]:
+        before = self.layout(ref)
+        if before == layout:
+            return ()
+        return route(before, layout, self.graph.meta(ref).shape, self.decisions.mesh.sizes)
+
+    def _moves(self, ref: Ref, phase: Phase, gradient_of: str) -> Mark:
+        op = self.graph.by_name[ref.op]
+        named = self.graph.by_name[gradient_of] if gradient_of else op
+        text = named.target if named.kind in {"parameter", "buffer"} else op.name
+        if op.module and named is op:
+            text = f"{text} ({op.module})"
+        return Mark(op.name, phase, "move", text, op.name in self.per_phase, bool(gradient_of))
+
+    def _value(self, ref: Ref, phase: Phase | None) -> fx.Node:
+        """Return the node that makes a value, of the given phase where each phase has its own."""
+        op = self.graph.by_name[ref.op]
+        if phase == "backward" and op.phase == "forward" and self._is_gathered(op.name):
+            if (op.name, phase) not in self._made:
+                self._made[op.name, phase] = self._operator(op, phase)
+        else:
+            phase = None
+        made = self._made[op.name, phase]
+        if isinstance(made, tuple):
+            return made[ref.index]  # type: ignore[no-any-return]
+        if not self._is_tuple(op, made):
+            return made
+        if (ref, phase) not in self._elements:
+            # Beside its operator, so that it exists in the phase in which the operator runs.
+            with self.out.inserting_after(made):
+                element = self.out.call_function(operator.getitem, (made, ref.index))
+            element.meta["autopar"] = made.meta["autopar"]
+            self._expect(element, op, ref.index)
+            self._elements[ref, phase] = element
+        return self._elements[ref, phase]
+
+    def _is_gathered(self, name: str) -> bool:
+        """Return whether a view or cast of a parameter reads it through communication."""
+        op = self.graph.by_name[name]
+        if op.kind != "call":
+            return False
+        if name not in self._gathered:
+            strategy = self.decisions.operators[self.graph.representative(name)].strategy
+            self._gathered[name] = any(
+                self._is_gathered(ref.op) or any(step.communicates for step in self._route(ref, layout))
+                for ref, layout in zip(op.refs, strategy.inputs, strict=True)
+            )
+        return self._gathered[name]
+
+    def _results(self) -> list[fx.Node | None]:
+        """Return what forward gives, beside `graph.outputs`; gradients, which come later, are `None`."""
+        return [None if each.kind == "gradient" else self._result(each) for each in self.graph.outputs]
+
+    def _result(self, output: Output) -> fx.Node | None:
+        if output.ref is None:
+            return None
+        if output.kind == "output":
+            return self._demand(output.ref, self.decisions.outputs[output.name], "forward")
+        layout = self.layout(Ref(output.name))
+        if output.kind == "mutation":
+            return self._demand(output.ref, layout, "forward")
+        return self._demand(output.ref, layout, "backward", gradient_of=output.name)

@@ -1,0 +1,179 @@
+"""Reshard steps as local operators and collectives.
+
+A tensor's dimension `d`, split by an axis of size `n` at some digit, is locally
+`[runs, rest]` of what is `[runs, n, rest]` when whole along that axis. Gathering,
+scattering and exchanging work on dimension 0 of a contiguous buffer; everything
+else here is the permutation between the two. Where `d == 0` and `runs == 1`
+there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Partial, Shard, local_outer, local_shape
+from autopar.ir.reshard import Step
+from autopar.rewrite.marks import C10D, WAIT, Mark
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes reshard steps of one rank into a graph."""
+
+    graph: fx.Graph
+    mesh: Mesh
+    coordinate: tuple[int, ...]
+
+    def call(self, mark: Mark, target: Any, *args: Any) -> fx.Node:
+        """Append one local operator."""
+        node = self.graph.call_function(target, args)
+        node.meta["autopar"] = mark
+        return node
+
+    def step(self, value: fx.Node, step: Step, shape: Sequence[int], mark: Mark) -> fx.Node:
+        """Append what takes `value`, of global `shape`, from `step.before` to `step.after`; return the result."""
+        write = _Step(self, step, tuple(shape), mark)
+        result: fx.Node = getattr(write, step.kind)(value)
+        result.meta["local_shape"] = write.shape_after
+        return result
+
+
+@dataclass(frozen=True)
+class _Step:
+    writer: Writer
+    step: Step
+    shape: tuple[int, ...]
+    mark: Mark
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.writer.mesh.sizes
+
+    @property
+    def size(self) -> int:
+        return self.sizes[self.step.axis]
+
+    @property
+    def group(self) -> str:
+        return self.writer.mesh.axes[self.step.axis].name
+
+    @property
+    def shape_before(self) -> tuple[int, ...]:
+        return local_shape(self.shape, self.step.before, self.sizes)
+
+    @property
+    def shape_after(self) -> tuple[int, ...]:
+        return local_shape(self.shape, self.step.after, self.sizes)
+
+    def _move(self, target: Any, *args: Any) -> fx.Node:
+        return self.writer.call(self.mark_as("move"), target, *args)
+
+    def mark_as(self, role: Any) -> Mark:
+        m = self.mark
+        return Mark(m.origin, m.phase, role, m.moves, m.gathers_parameter, m.gradient)
+
+    def _exchange(self, target: Any, buffer: fx.Node, *args: Any) -> fx.Node:
+        whole = self._move(_ATEN.contiguous.default, buffer)
+        started = self.writer.call(self.mark_as("start"), target, whole, *args, self.group)
+        return self.writer.call(self.mark_as("wait"), WAIT, started)
+
+    def _shard(self, layout: Layout) -> Shard:
+        placement = layout[self.step.axis]
+        if not isinstance(placement, Shard):
+            raise TypeError(f"{placement} is no shard")
+        return placement
+
+    def _partial(self) -> Partial:
+        placement = self.step.before[self.step.axis]
+        if not isinstance(placement, Partial):
+            raise TypeError(f"{placement} is no partial")
+        return placement
+
+    def slice(self, value: fx.Node) -> fx.Node:
+        dim, runs = self._shard(self.step.after).dim, local_outer(self.step.after, self.step.axis, self.sizes)
+        at = self.writer.coordinate[self.step.axis]
+        if runs == 1:
+            length = self.shape_after[dim]
+            return self._move(_ATEN.slice.Tensor, value, dim, at * length, (at + 1) * length)
+        own = self._move(_ATEN.select.int, self._split(value, self.shape_before, dim, runs), dim + 1, at)
+        return self._move(_ATEN.reshape.default, own, list(self.shape_after))
+
+    def mask(self, value: fx.Node) -> fx.Node:
+        # One node on every rank, so that all ranks see programs of equal length.
+        first = self.writer.coordinate[self.step.axis] == 0
+        return self._move(_ATEN.alias.default if first else _ATEN.zeros_like.default, value)
+
+    def all_reduce(self, value: fx.Node) -> fx.Node:
+        return self._exchange(C10D.all_reduce.default, value, self._partial().reduce)
+
+    def all_gather(self, value: fx.Node) -> fx.Node:
+        dim, runs = self._shard(self.step.before).dim, local_outer(self.step.before, self.step.axis, self.sizes)
+        gathered = self._exchange(C10D.all_gather_into_tensor.default, value, self.size)
+        return self._from_front(gathered, self.shape_before, dim, runs)
+
+    def reduce_scatter(self, value: fx.Node) -> fx.Node:
+        dim, runs = self._shard(self.step.after).dim, local_outer(self.step.after, self.step.axis, self.sizes)
+        buffer = self._to_front(value, self.shape_before, dim, runs)
+        return self._exchange(C10D.reduce_scatter_tensor.default, buffer, self._partial().reduce, self.size)
+
+    def all_to_all(self, value: fx.Node) -> fx.Node:
+        """Send the blocks of the digit split next, receive those of the digit split before.
+
+        Both digits are whole in `value` or in the result; a block has neither.
+        """
+        old, new = self._shard(self.step.before), self._shard(self.step.after)
+        out_runs = self._runs_beside(new, self.step.before)
+        in_runs = self._runs_beside(old, self.step.after)
+        block = list(self.shape_before)
+        block[new.dim] //= self.size
+        buffer = self._to_front(value, self.shape_before, new.dim, out_runs)
+        splits = [block[0]] * self.size
+        received = self._exchange(C10D.all_to_all_single.default, buffer, splits, splits)
+        return self._from_front(received, tuple(block), old.dim, in_runs)
+
+    def _runs_beside(self, shard: Shard, layout: Layout) -> int:
+        """Return how many runs of `shard` a rank holds of a tensor in `layout`, which does not split that digit."""
+        runs = shard.outer
+        for placement, size in zip(layout, self.sizes, strict=True):
+            if isinstance(placement, Shard) and placement.dim == shard.dim and placement.outer < shard.outer:
+                runs //= size
+        return runs
+
+    def _split(self, value: fx.Node, shape: Sequence[int], dim: int, runs: int) -> fx.Node:
+        """View dimension `dim` as `[runs, n, rest]`."""
+        rest = shape[dim] // (runs * self.size)
+        split = [*shape[:dim], runs, self.size, rest, *shape[dim + 1 :]]
+        return self._move(_ATEN.view.default, value, split)
+
+    def _to_front(self, value: fx.Node, shape: Sequence[int], dim: int, runs: int) -> fx.Node:
+        """Return `[n * first, ...]`: the blocks of `dim`, one behind the other along dimension 0."""
+        if dim == 0 and runs == 1:
+            return value
+        order = [dim + 1, *(d for d in range(len(shape) + 2) if d != dim + 1)]
+        blocks = self._move(_ATEN.permute.default, self._split(value, shape, dim, runs), order)
+        block = list(shape)
+        block[dim] //= self.size
+        return self._move(_ATEN.reshape.default, blocks, [self.size * block[0], *block[1:]])
+
+    def _from_front(self, buffer: fx.Node, block: Sequence[int], dim: int, runs: int) -> fx.Node:
+        """Return the tensor whose blocks of shape `block` lie one behind the other along dimension 0."""
+        if dim == 0 and runs == 1:
+            return buffer
+        rest = block[dim] // runs
+        stacked = self._move(
+            _ATEN.view.default, buffer, [self.size, *block[:dim], runs, rest, *block[dim + 1 :]]
+        )
+        order = [*range(1, dim + 2), 0, *range(dim + 2, len(block) + 2)]
+        whole = list(block)
+        whole[dim] *= self.size
+        return self._move(_ATEN.reshape.default, self._move(_ATEN.permute.default, stacked, order), whole)
+
+

@@ -1,0 +1,1 @@
+"""autopar: see docs/architecture.md."""

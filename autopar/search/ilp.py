@@ -1,0 +1,342 @@
+"""One cost table to the best assignment of options, with a proven bound.
+
+Variables: one-hot `x[node, option]`, integer; for each reader of a value, the
+pair of layouts `y[source layout, demanded layout]` that its redistribution
+leads between, continuous, with both marginals equal to the `x`; where several
+readers share copies, `z >= y` of each reader, paid once. On such graphs the
+relaxation is nearly integral.
+
+The objective is time, not a sum of costs: reductions run behind the
+computation that follows them and prefetches behind what precedes, so the
+backward pass takes at least
+
+    (computation up to segment s) + (reductions made in s or later)    for every s
+
+and the forward pass likewise for prefetches. Memory is bounded at the peak
+points of the program only; points are added until none is violated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import highspy
+import numpy as np
+
+from autopar.ir.table import CostTable, Floats, Group, MemoryRow
+
+Status = Literal["optimal", "gap", "time_limit", "infeasible", "cutoff"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a solve may take, and what it must beat."""
+
+    memory_bytes: float
+    seconds: float = 60.0
+    gap: float = 0.0
+    seed: int = 0
+    cutoff_s: float = np.inf
+    """Solutions slower than this are of no interest; a table that has none better is given up early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An assignment of one option to every node."""
+
+    status: Status
+    options: tuple[int, ...]
+    objective_s: float
+    bound_s: float
+    peak_bytes: float = 0.0
+
+
+@dataclass
+class _Model:
+    """Rows and columns under construction, in coordinate form."""
+
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+
+    def add_columns(self, count: int, *, cost: float = 0.0, upper: float = np.inf, integer: bool = False) -> int:
+        """Add columns alike and return the first one's number."""
+        first = len(self.cost)
+        self.cost += [cost] * count
+        self.upper += [upper] * count
+        self.integer += [integer] * count
+        return first
+
+    def add_row(self, low: float, high: float) -> int:
+        """Add an empty row and return its number."""
+        self.low.append(low)
+        self.high.append(high)
+        return len(self.low) - 1
+
+    def put(self, row: int, columns: Sequence[int], values: Sequence[float]) -> None:
+        """Put coefficients into a row."""
+        self.row += [row] * len(columns)
+        self.column += columns
+        self.value += values
+
+
+@dataclass
+class Ilp:
+    """The integer program of one table; memory rows are added as they are found violated."""
+
+    table: CostTable
+    _model: _Model = field(init=False, default_factory=_Model)
+    _x: list[int] = field(init=False, default_factory=list)
+    _pairs: list[dict[tuple[int, int], int]] = field(init=False, default_factory=list)
+    """For each group, the column that says whether a copy leads from source layout i to layout j."""
+
+    def __post_init__(self) -> None:
+        model, table = self._model, self.table
+        for node in table.nodes:
+            first = model.add_columns(node.options, upper=1.0, integer=True)
+            self._x.append(first)
+            one = model.add_row(1.0, 1.0)
+            model.put(one, list(range(first, first + node.options)), [1.0] * node.options)
+        for group in table.groups:
+            self._pairs.append(self._add_group(group))
+        self._add_time()
+
+    def _add_group(self, group: Group) -> dict[tuple[int, int], int]:
+        model = self._model
+        per_reader = [self._add_reader(group, number) for number in range(len(group.demands))]
+        if len(per_reader) == 1:
+            return per_reader[0]
+        shared: dict[tuple[int, int], int] = {}
+        for pair in sorted({pair for columns in per_reader for pair in columns if group.price_s[pair] > 0}):
+            shared[pair] = model.add_columns(1, upper=1.0)
+            for columns in per_reader:
+                if pair in columns:
+                    row = model.add_row(0.0, np.inf)
+                    model.put(row, [shared[pair], columns[pair]], [1.0, -1.0])
+        return shared
+
+    def _add_reader(self, group: Group, number: int) -> dict[tuple[int, int], int]:
+        model, demand = self._model, group.demands[number]
+        sources, targets = _options_by_layout(group.layout), _options_by_layout(demand.layout)
+        columns: dict[tuple[int, int], int] = {}
+        for i in sources:
+            for j in targets:
+                if np.isfinite(group.price_s[i, j]):
+                    columns[i, j] = model.add_columns(1, upper=1.0)
+        for i, options in sources.items():
+            self._marginal([c for (a, _), c in columns.items() if a == i], group.source, options)
+        for j, options in targets.items():
+            self._marginal([c for (_, b), c in columns.items() if b == j], demand.node, options)
+        return columns
+
+    def _marginal(self, columns: list[int], node: int, options: list[int]) -> None:
+        row = self._model.add_row(0.0, 0.0)
+        taken = [self._x[node] + option for option in options]
+        self._model.put(row, columns + taken, [1.0] * len(columns) + [-1.0] * len(taken))
+
+    def _add_time(self) -> None:
+        """Add the seconds of each segment, and the passes' makespans as the objective."""
+        model, table = self._model, self.table
+        work = [self._total() for _ in range(table.segments)]
+        hidden = [self._total() for _ in range(table.segments)]
+        for node, first in zip(table.nodes, self._x, strict=True):
+            for segment in range(table.segments):
+                self._spread(work[segment], first, node.seconds[:, segment])
+            for option in range(node.options):
+                model.cost[first + option] += float(node.optimizer_s[option])
+        for group, pairs in zip(table.groups, self._pairs, strict=True):
+            paid = [pair for pair in pairs if group.price_s[pair] > 0]
+            columns = [pairs[pair] for pair in paid]
+            behind = np.array([group.hidden_s[pair] for pair in paid])
+            open_ = np.array([group.price_s[pair] for pair in paid]) - behind
+            for segment in np.flatnonzero(group.counts).tolist():
+                self._add(work[segment], columns, group.counts[segment] * open_)
+                self._add(hidden[segment], columns, group.counts[segment] * behind)
+        phases = (range(table.forward_segments), range(table.forward_segments, table.segments))
+        for phase in phases:
+            if phase:
+                self._makespan(work, hidden, list(phase))
+
+    def _total(self) -> tuple[int, int]:
+        """Add a column that equals the row that defines it; return row and column."""
+        column = self._model.add_columns(1)
+        row = self._model.add_row(0.0, 0.0)
+        self._model.put(row, [column], [-1.0])
+        return row, column
+
+    def _spread(self, total: tuple[int, int], first: int, values: Floats) -> None:
+        self._add(total, list(range(first, first + len(values))), values)
+
+    def _add(self, total: tuple[int, int], columns: list[int], values: Floats) -> None:
+        used = np.flatnonzero(values)
+        self._model.put(total[0], [columns[i] for i in used], values[used].tolist())
+
+    def _makespan(self, work: list[tuple[int, int]], hidden: list[tuple[int, int]], phase: list[int]) -> None:
+        """Bound one pass: its reductions trail the work that makes them, its prefetches lead the work that needs them.
+
+        Which of a segment's hidden collectives are reductions and which prefetches is told by the
+        phase: forward has prefetches only; in backward both are taken to trail, being of one link.
+        """
+        model = self._model
+        span = model.add_columns(1, cost=1.0)
+        forward = phase[0] == 0
+        row = model.add_row(0.0, np.inf)
+        model.put(row, [span, *(work[s][1] for s in phase)], [1.0] + [-1.0] * len(phase))
+        row = model.add_row(0.0, np.inf)
+        model.put(row, [span, *(hidden[s][1] for s in phase)], [1.0] + [-1.0] * len(phase))
+        for cut in phase:
+            before = [s for s in phase if s <= cut]
+            after = [s for s in phase if s >= cut]
+            first, then = (hidden, work) if forward else (work, hidden)
+            columns = [first[s][1] for s in before] + [then[s][1] for s in after]
+            row = model.add_row(0.0, np.inf)
+            model.put(row, [span, *columns], [1.0] + [-1.0] * len(columns))
+
+    def minimise_peak(self) -> int:
+        """Make the peak of memory rows the objective, in place of time; return its column."""
+        self._model.cost = [0.0] * len(self._model.cost)
+        return self._model.add_columns(1, cost=1.0)
+
+    def add_memory_row(self, row: MemoryRow, budget_bytes: float, peak: int | None = None) -> None:
+        """Demand that what is held at one moment fits the budget, or the column `peak` times the budget."""
+        model = self._model
+        scale = 1.0 / budget_bytes
+        number = model.add_row(-np.inf, (1.0 if peak is None else 0.0) - row.fixed_bytes * scale)
+        if peak is not None:
+            model.put(number, [peak], [-1.0])
+        for node, held in row.nodes.items():
+            columns = [self._x[node] + option for option in range(len(held)) if held[option]]
+            model.put(number, columns, [float(h) * scale for h in held if h])
+        for group, held in row.groups.items():
+            pairs = {pair: column for pair, column in self._pairs[group].items() if held[pair]}
+            model.put(number, list(pairs.values()), [float(held[pair]) * scale for pair in pairs])
+
+    def solve(self, limits: Limits, *, forbidden: Mapping[int, Sequence[int]] | None = None) -> Solution:
+        """Return the fastest assignment that this program admits; `forbidden` options of nodes are left out."""
+        solver = self._solver(limits)
+        for node, options in (forbidden or {}).items():
+            for option in options:
+                solver.changeColBounds(self._x[node] + option, 0.0, 0.0)
+        solver.run()
+        return self._read(solver, limits)
+
+    def _solver(self, limits: Limits) -> Any:
+        model = self._model
+        solver = highspy.Highs()
+        solver.silent()
+        for option, value in (
+            ("threads", 1), ("random_seed", limits.seed), ("time_limit", max(limits.seconds, 0.1)),
+            ("mip_rel_gap", limits.gap), ("mip_abs_gap", 0.0),
+        ):  # fmt: skip
+            solver.setOptionValue(option, value)
+        if np.isfinite(limits.cutoff_s):
+            solver.setOptionValue("objective_bound", limits.cutoff_s)
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(model.cost), len(model.low)
+        lp.col_cost_ = np.array(model.cost)
+        lp.col_lower_ = np.zeros(len(model.cost))
+        lp.col_upper_ = np.array(model.upper)
+        lp.row_lower_, lp.row_upper_ = np.array(model.low), np.array(model.high)
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        lp.integrality_ = [kinds[flag] for flag in model.integer]
+        order = np.lexsort((model.row, model.column))
+        columns = np.array(model.column)[order]
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = np.searchsorted(columns, np.arange(len(model.cost) + 1)).astype(np.int32)
+        lp.a_matrix_.index_ = np.array(model.row, dtype=np.int32)[order]
+        lp.a_matrix_.value_ = np.array(model.value)[order]
+        solver.passModel(lp)
+        return solver
+
+    def _read(self, solver: Any, limits: Limits) -> Solution:
+        info = solver.getInfo()
+        status = solver.getModelStatus()
+        found = info.primal_solution_status == 2
+        bound = float(info.mip_dual_bound)
+        if not found:
+            stopped = status == highspy.HighsModelStatus.kTimeLimit
+            nothing: Status = "time_limit" if stopped else "cutoff" if np.isfinite(limits.cutoff_s) else "infeasible"
+            return Solution(nothing, (), np.inf, bound if np.isfinite(bound) else 0.0)
+        values = np.array(solver.getSolution().col_value)
+        options = tuple(
+            int(np.argmax(values[first : first + node.options]))
+            for node, first in zip(self.table.nodes, self._x, strict=True)
+        )
+        objective = float(info.objective_function_value)
+        closed = objective - bound <= 1e-9 * max(1.0, abs(objective))
+        reached: Status = "optimal" if closed else "gap"
+        if status == highspy.HighsModelStatus.kTimeLimit and not closed:
+            reached = "time_limit"
+        return Solution(reached, options, objective, min(bound, objective))
+
+    def copies(self, options: Sequence[int]) -> list[set[tuple[int, int]]]:
+        """Return, for each group, the pairs of layouts that an assignment redistributes between."""
+        return [
+            {
+                (int(group.layout[options[group.source]]), int(demand.layout[options[demand.node]]))
+                for demand in group.demands
+            }
+            for group in self.table.groups
+        ]
+
+
+def _options_by_layout(layout: np.ndarray) -> dict[int, list[int]]:
+    by_layout: dict[int, list[int]] = {}
+    for option, number in enumerate(layout.tolist()):
+        by_layout.setdefault(number, []).append(option)
+    return by_layout
+
+
+def smallest_peak(table: CostTable, limits: Limits) -> Solution:
+    """Return the assignment that needs the least memory at its peak; `objective_s` is then meaningless.
+
+    For telling a user how far an infeasible problem is from fitting.
+    """
+    program = Ilp(table)
+    peak = program.minimise_peak()
+    seen: set[int] = set()
+    while True:
+        found = program.solve(limits)
+        if not found.options:
+            return found
+        curve = memory_curve(table, found.options, program.copies(found.options))
+        at = int(np.argmax(curve))
+        if at in seen:
+            return Solution(found.status, found.options, found.objective_s, found.bound_s, float(curve[at]))
+        seen.add(at)
+        program.add_memory_row(table.memory_row(at), limits.memory_bytes, peak)
+
+
+def solve(table: CostTable, limits: Limits, forbidden: Mapping[int, Sequence[int]] | None = None) -> Solution:
+    """Return the fastest assignment that fits in memory at every moment, its bound, and how the solve ended."""
+    started = time.monotonic()
+    program = Ilp(table)
+    seen: set[int] = set()
+    while True:
+        left = limits.seconds - (time.monotonic() - started)
+        found = program.solve(
+            Limits(limits.memory_bytes, left, limits.gap, limits.seed, limits.cutoff_s), forbidden=forbidden
+        )
+        if not found.options:
+            return found
+        curve = memory_curve(table, found.options, program.copies(found.options))
+        peak = int(np.argmax(curve))
+        if curve[peak] <= limits.memory_bytes:
+            return Solution(found.status, found.options, found.objective_s, found.bound_s, float(curve[peak]))
+        if peak in seen:
+            raise RuntimeError(f"memory row at position {peak} was added and is still violated")
+        seen.add(peak)
+        program.add_memory_row(table.memory_row(peak), limits.memory_bytes)
+
+
+def memory_curve(table: CostTable, options: Sequence[int], copies: Sequence[set[tuple[int, int]]]) -> Floats:
+    """Return the bytes held at each position under an assignment."""
+    return table.memory_curve(tuple(options), copies)

@@ -1,0 +1,83 @@
+"""Which meshes are worth solving: shapes laid on the link levels, and the role of each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+Role = Literal["dp_replicate", "dp_shard", "tp", "free"]
+"""What an axis is for: named by the user, or `free` to be whatever the solver makes of it."""
+
+_FREE_LIMIT = 16
+"""World sizes up to which an axis over all devices is free; beyond, it is data parallel, and freedom stays inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """One axis of a candidate."""
+
+    role: Role
+    size: int
+
+
+Candidate = tuple[MeshAxis, ...]
+"""Axes, outermost first."""
+
+
+def candidates(devices: int, per_node: int, fixed: Mapping[str, int], forbidden: Sequence[str]) -> list[Candidate]:
+    """Return the meshes to solve for `devices`, most promising first; empty if the fixed degrees do not divide them.
+
+    Degrees in `fixed` become axes of that role; what they leave over is split in every way into
+    a data-parallel part and an inner free one.
+    """
+    known = {role: size for role, size in fixed.items() if role in {"dp_replicate", "dp_shard", "tp"}}
+    taken = prod(known.values())
+    if devices % taken:
+        return []
+    rest = devices // taken
+    if len(known) == len({"dp_replicate", "dp_shard", "tp"} - set(forbidden)) and rest > 1:
+        return []
+    found = [_assemble(known, extra) for extra in _splits(rest, per_node, known, forbidden)]
+    return list(dict.fromkeys(c for c in found if c is not None))
+
+
+def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Sequence[str]) -> list[dict[Role, int]]:
+    if rest == 1:
+        return [{}]
+    out: set[str] = {*known, *forbidden}
+    outer: list[Role] = [role for role in ("dp_shard", "dp_replicate") if role not in out]  # type: ignore[misc]
+    free_ok = "tp" not in out
+    found: list[dict[Role, int]] = []
+    inner = [size for size in _divisors(rest) if size <= max(2 * per_node, _FREE_LIMIT)]
+    data: Role | None = outer[0] if outer else None
+    if data is None:
+        return [{"tp": rest}] if free_ok else []
+    if free_ok and rest <= _FREE_LIMIT:
+        found.append({"free": rest})
+    else:
+        found.append({data: rest})
+    if free_ok:
+        found += [{data: rest // size, "free": size} for size in inner if 1 < size < rest]
+    if len(outer) == 2:
+        nodes = rest // per_node
+        if nodes > 1 and rest % per_node == 0:
+            found.append({"dp_replicate": nodes, "dp_shard": per_node})
+            if free_ok:
+                found += [
+                    {"dp_replicate": nodes, "dp_shard": per_node // size, "free": size}
+                    for size in _divisors(per_node)
+                    if 1 < size < per_node
+                ]
+    return found
+
+
+def _assemble(known: Mapping[str, int], extra: Mapping[Role, int]) -> Candidate | None:
+    sizes: dict[str, int] = {**known, **extra}
+    order: tuple[Role, ...] = ("dp_replicate", "dp_shard", "free", "tp")
+    return tuple(MeshAxis(role, sizes[role]) for role in order if sizes.get(role, 1) > 1)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

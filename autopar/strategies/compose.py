@@ -1,0 +1,261 @@
+"""Strategies of every operator on the whole mesh: the product of what each axis admits.
+
+Only operators that stand for others (`Graph.representative`) are enumerated, and
+operators of equal signature share one enumeration, so the work grows with the
+number of *different* operators.
+
+An axis has a role. A *free* axis admits everything; a *batch* axis only what
+data parallelism does (the batch split followed through the program, or nothing),
+which keeps products small where there are several axes; a *tensor* axis
+everything but that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.ir.graph import Graph, Op, Ref
+from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_valid, nest
+from autopar.ir.strategy import MeshStrategy, Strategy
+from autopar.ir.tensor import TensorMeta
+
+Role = Literal["free", "batch", "tensor"]
+Hints = tuple[frozenset[Shard], ...]
+Enumerate = Callable[[Op, tuple[TensorMeta, ...], int, Hints], tuple[tuple[Strategy, ...], bool]]
+"""`axis_strategies`: strategies of an operator on one axis, replicated first, and whether a rule exists."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSpec:
+    """What the search wants of one mesh axis."""
+
+    size: int
+    role: Role = "free"
+    shard_parameters: bool = True
+    """Whether parameters may be sharded at rest along it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The strategies of every representative operator, and the operators that no rule covers."""
+
+    of: Mapping[str, tuple[MeshStrategy, ...]]
+    unknown: tuple[Op, ...]
+
+
+def compose(graph: Graph, axes: Sequence[AxisSpec], enumerate_axis: Enumerate) -> Choices:
+    """Return the strategies of each representative operator on a mesh of `axes`, without duplicates."""
+    sizes = tuple(axis.size for axis in axes)
+    reps = [op for op in graph.ops if graph.representative(op.name) == op.name]
+    per_axis: list[Mapping[str, tuple[Strategy, ...]]] = []
+    unknown: dict[str, Op] = {}
+    shared: dict[AxisSpec, Mapping[str, tuple[Strategy, ...]]] = {}
+    for axis in axes:
+        if axis not in shared:
+            found, missing = _on_axis(graph, reps, axis, enumerate_axis)
+            unknown.update(missing)
+            shared[axis] = found
+        per_axis.append(shared[axis])
+    products: dict[tuple[object, ...], tuple[MeshStrategy, ...]] = {}
+    of: dict[str, tuple[MeshStrategy, ...]] = {}
+    for op in reps:
+        metas = tuple(graph.meta(ref) for ref in op.refs)
+        options = tuple(found[op.name] for found in per_axis)
+        key = (metas, op.outputs, options)
+        if key not in products:
+            products[key] = _product(options, metas, op.outputs, sizes)
+        of[op.name] = products[key]
+    return Choices(of, tuple(unknown.values()))
+
+
+def _on_axis(
+    graph: Graph, reps: Sequence[Op], axis: AxisSpec, enumerate_axis: Enumerate
+) -> tuple[dict[str, tuple[Strategy, ...]], dict[str, Op]]:
+    made: dict[tuple[str, int], frozenset[Shard]] = {}
+    found: dict[str, tuple[Strategy, ...]] = {}
+    unknown: dict[str, Op] = {}
+    cache: dict[object, tuple[tuple[Strategy, ...], bool]] = {}
+    for op in reps:
+        metas = tuple(graph.meta(ref) for ref in op.refs)
+        if op.kind == "call":
+            hints = tuple(made.get((graph.representative(ref.op), ref.index), frozenset()) for ref in op.refs)
+            key = (op.target, _shape_of_args(op), metas, op.outputs, hints)
+            if key not in cache:
+                cache[key] = enumerate_axis(op, metas, axis.size, hints)
+            strategies, known = cache[key]
+            if not known:
+                unknown.setdefault(op.target, op)
+        else:
+            strategies = _start(graph, op, axis)
+        found[op.name] = strategies
+        for index in range(len(op.outputs)):
+            placed = {each.outputs[index] for each in strategies}
+            made[op.name, index] = frozenset(p for p in placed if isinstance(p, Shard))
+    if axis.role == "batch":
+        found = _batch_only(graph, reps, axis, found)
+    elif axis.role == "tensor":
+        found = _without_batch(graph, reps, axis, found)
+    return found, unknown
+
+
+def _shape_of_args(op: Op) -> object:
+    """Return the arguments with references reduced to their position, so that equal calls compare equal."""
+
+    def strip(arg: object) -> object:
+        if isinstance(arg, Ref):
+            return "ref"
+        return tuple(map(strip, arg)) if isinstance(arg, tuple) else (type(arg).__name__, arg)
+
+    return (strip(op.args), tuple((key, strip(value)) for key, value in op.kwargs))
+
+
+def _start(graph: Graph, op: Op, axis: AxisSpec) -> tuple[Strategy, ...]:
+    """Return where something the program starts from may live along one axis.
+
+    Inputs and buffers are whole on every rank (a slice of them costs nothing);
+    a parameter may be sharded at rest in any dimension that divides; a tangent
+    comes in the layout of its output.
+    """
+    whole = Strategy((), tuple(Replicate() if meta else None for meta in op.outputs))
+    meta = op.outputs[0] if op.outputs else None
+    if meta is None or op.kind in {"input", "buffer", "constant"}:
+        return (whole,)
+    if op.kind == "parameter" and not axis.shard_parameters:
+        return (whole,)
+    dims = [d for d in range(len(meta.shape)) if is_valid(meta.shape, (Shard(d),), (axis.size,))]
+    if op.kind == "parameter" and axis.role == "batch":
+        dims = dims[:1]
+    return (whole, *(Strategy((), (Shard(d),)) for d in dims))
+
+
+def _without_batch(
+    graph: Graph, reps: Sequence[Op], axis: AxisSpec, found: Mapping[str, tuple[Strategy, ...]]
+) -> dict[str, tuple[Strategy, ...]]:
+    """Return the strategies that do not take part in the batch split."""
+    follow = follow_batch(graph, axis.size, found)
+    kept: dict[str, tuple[Strategy, ...]] = {}
+    for op in reps:
+        mine = follow[op.name]
+        split = [isinstance(p, Shard) for p in mine.inputs]
+        if op.kind != "call" or not any(split):
+            kept[op.name] = found[op.name] if op.kind != "tangent" else found[op.name][:1]
+            continue
+        kept[op.name] = tuple(
+            s
+            for s in found[op.name]
+            if not any(is_split and p == q for p, q, is_split in zip(s.inputs, mine.inputs, split, strict=True))
+        )
+    return kept
+
+
+def _batch_only(
+    graph: Graph, reps: Sequence[Op], axis: AxisSpec, found: Mapping[str, tuple[Strategy, ...]]
+) -> dict[str, tuple[Strategy, ...]]:
+    """Return, for each operator, the replicated strategy and those that follow the batch split."""
+    follow = follow_batch(graph, axis.size, found)
+    kept: dict[str, tuple[Strategy, ...]] = {}
+    for op in reps:
+        if op.kind == "parameter":
+            kept[op.name] = found[op.name]
+            continue
+        mine = follow[op.name]
+        if op.kind != "call":
+            kept[op.name] = tuple(dict.fromkeys((found[op.name][0], mine)))
+            continue
+        allowed = [{p, Replicate()} for p in mine.inputs]
+        others = (
+            s
+            for s in found[op.name]
+            if all(p in ok for p, ok in zip(s.inputs, allowed, strict=True)) and any(p != Replicate() for p in s.inputs)
+        )
+        kept[op.name] = tuple(dict.fromkeys((found[op.name][0], mine, *others)))
+    return kept
+
+
+def follow_batch(graph: Graph, size: int, found: Mapping[str, tuple[Strategy, ...]]) -> dict[str, Strategy]:
+    """Return the strategy of each representative operator under plain data parallelism along one axis.
+
+    Inputs are split along the batch; each operator takes the strategy that moves the
+    fewest bytes given what its inputs are, and of those the one that keeps most of its
+    outputs split. Gradients of parameters come out Partial.
+    """
+    placed: dict[tuple[str, int], Placement | None] = {}
+    follow: dict[str, Strategy] = {}
+    for op in reps_of(graph):
+        options = found[op.name]
+        if op.kind == "call":
+            now = [placed.get((graph.representative(ref.op), ref.index)) for ref in op.refs]
+            metas = [graph.meta(ref) for ref in op.refs]
+            mine = min(options, key=lambda s: _mismatch(s, now, metas, op.outputs, size))
+        else:
+            mine = options[0]
+        follow[op.name] = mine
+        for index, placement in enumerate(mine.outputs):
+            placed[op.name, index] = placement
+        meta = op.outputs[0] if op.outputs else None
+        batched = meta is not None and meta.shape[:1] == (graph.batch_size,) and graph.batch_size % size == 0
+        if op.kind == "input" and batched and graph.batch_size:
+            placed[op.name, 0] = Shard(0)
+        if op.kind == "tangent" and batched and graph.batch_size:
+            mine = next((s for s in options if s.outputs[0] == Shard(0)), mine)
+            follow[op.name], placed[op.name, 0] = mine, mine.outputs[0]
+    return follow
+
+
+def reps_of(graph: Graph) -> list[Op]:
+    """Return the operators that stand for themselves and their equals, in order."""
+    return [op for op in graph.ops if graph.representative(op.name) == op.name]
+
+
+def _mismatch(
+    strategy: Strategy,
+    now: Sequence[Placement | None],
+    metas: Sequence[TensorMeta],
+    outputs: Sequence[TensorMeta | None],
+    size: int,
+) -> tuple[float, float]:
+    moved = 0.0
+    for have, want, meta in zip(now, strategy.inputs, metas, strict=True):
+        if have == want or have is None or isinstance(have, Replicate):
+            # A replicated value is sliced for nothing; masking it to a Partial gains nothing either.
+            moved += 1e-3 * meta.nbytes if isinstance(want, Partial) and not isinstance(have, Partial) else 0.0
+        elif isinstance(want, Partial):
+            moved += 4.0 * meta.nbytes
+        else:
+            moved += meta.nbytes * (2.0 if isinstance(have, Partial) and isinstance(want, Replicate) else 1.0)
+    held = sum(
+        meta.nbytes / (size if isinstance(p, Shard) else 1) * (1.5 if isinstance(p, Partial) else 1.0)
+        for p, meta in zip(strategy.outputs, outputs, strict=True)
+        if meta is not None
+    )
+    return (moved, held)
+
+
+def _product(
+    options: tuple[tuple[Strategy, ...], ...],
+    metas: tuple[TensorMeta, ...],
+    outputs: tuple[TensorMeta | None, ...],
+    sizes: tuple[int, ...],
+) -> tuple[MeshStrategy, ...]:
+    found: dict[tuple[object, ...], MeshStrategy] = {}
+    for combination in itertools.product(*options):
+        ins = tuple(nest(tuple(s.inputs[i] for s in combination), sizes) for i in range(len(metas)))
+        outs = tuple(_output_layout(combination, i, sizes) for i in range(len(outputs)))
+        valid = all(is_valid(meta.shape, layout, sizes) for meta, layout in zip(metas, ins, strict=True)) and all(
+            is_valid(meta.shape, layout, sizes)
+            for meta, layout in zip(outputs, outs, strict=True)
+            if meta is not None and layout is not None
+        )
+        if valid:
+            key = (ins, outs, tuple(s.lowering for s in combination))
+            found.setdefault(key, MeshStrategy(combination, ins, outs))
+    return tuple(found.values())
+
+
+def _output_layout(combination: Sequence[Strategy], index: int, sizes: tuple[int, ...]) -> Layout | None:
+    placements = [s.outputs[index] for s in combination]
+    whole = tuple(p for p in placements if p is not None)
+    return nest(whole, sizes) if len(whole) == len(placements) else None

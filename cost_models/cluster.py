@@ -1,0 +1,268 @@
+"""The described cluster: which devices, in which nodes, joined by which levels."""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cost_models import catalog
+from cost_models.cluster_file import Parts, parts_document, preset_node, read_parts, shorthand_node
+from cost_models.device import DeviceSpec
+from cost_models.errors import ClusterError, suggestion
+from cost_models.node import Level, LinkSpec, NetworkLevel, NodeGroup, NodeSpec
+
+__all__ = ["ClusterSpec", "DeviceSpec", "Level", "LinkSpec", "NetworkLevel", "NodeGroup", "NodeSpec"]
+
+_SHORTHAND = re.compile(r"(?P<device>[^:/\s]+):(?P<per_node>[^x:/]*)(x(?P<nodes>[^x:/]*))?")
+_FILE_ENDINGS = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Groups of nodes in rank order, and the network between the nodes."""
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+    network: tuple[NetworkLevel, ...] = ()
+    calibration: str = ""
+    """Path of a calibration file, as the cluster file names it; empty: none."""
+
+    def __post_init__(self) -> None:
+        """Refuse a cluster whose network does not join its nodes."""
+        if self.node_count > 1:
+            self._check_adapters()
+            self._network_sizes()
+
+    @classmethod
+    def parse(cls, text_or_path: str | Path) -> "ClusterSpec":
+        """Return the cluster that a YAML path, preset or shorthand stands for.
+
+        `dgx-h100` is one node of that preset, `dgx-h100x4` four; `cpu:4` is one node of four
+        devices and `h100-sxm-80gb:8x4` four nodes of eight.
+
+        Raises `ClusterError` with the ways to write a cluster.
+        """
+        text = str(text_or_path)
+        if text in catalog.names("nodes"):
+            return cls(text, (NodeGroup(preset_node(text), 1),))
+        if isinstance(text_or_path, Path) or text.endswith(_FILE_ENDINGS) or Path(text).is_file():
+            return cls.from_file(text)
+        preset, _, nodes = text.rpartition("x")
+        if preset in catalog.names("nodes"):
+            return cls(text, (NodeGroup(preset_node(preset), _count(nodes, text, "nodes")),))
+        matched = _SHORTHAND.fullmatch(text)
+        if matched is None:
+            raise _not_a_cluster(text)
+        per_node = _count(matched["per_node"], text, "devices per node")
+        count = 1 if matched["nodes"] is None else _count(matched["nodes"], text, "nodes")
+        return cls(text, (NodeGroup(shorthand_node(matched["device"], per_node), count),))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ClusterSpec":
+        """Return the cluster of a YAML (or JSON) file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            message = f"cluster file {str(path)!r} cannot be read: {reason}; {_ways()}"
+            raise ClusterError(message) from None
+        return cls.from_dict(_load_yaml(text, str(path)), origin=str(path))
+
+    @classmethod
+    def from_dict(cls, document: object, origin: str = "cluster") -> "ClusterSpec":
+        """Return the cluster of a document in the cluster file's format."""
+        parts = read_parts(document, origin)
+        try:
+            return cls(parts.name, parts.groups, parts.network, parts.calibration)
+        except ClusterError as error:
+            message = f"{origin}: {error}"
+            raise ClusterError(message) from None
+
+    @classmethod
+    def detect(cls) -> "ClusterSpec":
+        """Return this machine: its NVIDIA devices if nvidia-smi lists any, else its CPU cores."""
+        from cost_models.detect import detect_node
+
+        return cls("this-machine", (NodeGroup(detect_node(), 1),))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cluster file that `from_dict` reads back as an equal cluster."""
+        return parts_document(Parts(self.name, self.groups, self.network, self.calibration))
+
+    def fingerprint(self) -> str:
+        """Return the sha256 of the resolved cluster, as hexadecimal digits."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def device_count(self) -> int:
+        """Return the number of devices of all groups."""
+        return sum(group.node.count * group.count for group in self.groups)
+
+    @property
+    def node_count(self) -> int:
+        """Return the number of nodes of all groups."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Return the devices of every node; an error where nodes differ."""
+        counts = {group.node.count for group in self.groups}
+        if len(counts) > 1:
+            raise self._mixed("devices per node")
+        return counts.pop()
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Return whether all nodes have equal devices, links and adapters."""
+        first = self.groups[0].node
+        return all(_same_node(first, group.node) for group in self.groups)
+
+    @property
+    def device(self) -> DeviceSpec:
+        """Return the device that all nodes have; an error naming the groups where they differ."""
+        first = self.groups[0].node.device
+        if any(not _same_device(first, group.node.device) for group in self.groups):
+            raise self._mixed("device")
+        return first
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the memory of the smallest device."""
+        return min(group.node.device.memory_bytes for group in self.groups)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """Return the link levels, inner to outer; of unlike nodes, the slowest counts.
+
+        An error where nodes have unlike numbers of devices: such a cluster has
+        no common hierarchy; see `split_groups`.
+        """
+        node_level = _node_level([group.node for group in self.groups], self.devices_per_node)
+        if self.node_count == 1:
+            return (node_level,)
+        return (node_level, *self._network_levels())
+
+    def split_groups(self) -> tuple["ClusterSpec", ...]:
+        """Return one homogeneous cluster a group, in rank order, without outer network sizes."""
+        network = tuple(
+            NetworkLevel(each.name, each.topology, each.oversubscription, each.latency_s) for each in self.network[:1]
+        )
+        return tuple(
+            ClusterSpec(f"{self.name}/{group.node.name}", (group,), network, self.calibration) for group in self.groups
+        )
+
+    def _network_levels(self) -> tuple[Level, ...]:
+        nics = [group.node.nic for group in self.groups if group.node.nic is not None]
+        slowest = min(nics, key=lambda nic: nic.bytes_per_s * nic.efficiency)
+        described = self.network or (NetworkLevel("rack"),)
+        levels = []
+        nodes_inside = 1
+        for each, fanout in zip(described, self._network_sizes(), strict=True):
+            adapters = slowest.bytes_per_s * nodes_inside / each.oversubscription
+            nic_latency_s = max(nic.latency_s for nic in nics)
+            levels.append(
+                Level(
+                    name=each.name,
+                    fanout=fanout,
+                    bytes_per_s=adapters if each.bytes_per_s is None else each.bytes_per_s,
+                    latency_s=nic_latency_s if each.latency_s is None else each.latency_s,
+                    topology=each.topology,
+                    in_switch_reduction=False,
+                    efficiency=slowest.efficiency,
+                    call_s=max(nic.call_overhead_s for nic in nics),
+                )
+            )
+            nodes_inside *= fanout
+        return tuple(levels)
+
+    def _network_sizes(self) -> tuple[int, ...]:
+        """Return the fanout of every network level; an error where they do not make up the nodes."""
+        described = self.network or (NetworkLevel("rack"),)
+        sizes = [each.size for each in described]
+        for each in described[:-1]:
+            if each.size is None:
+                message = f"network level {each.name!r} is not the outermost and needs 'size', the endpoints it joins"
+                raise ClusterError(message)
+        given = math.prod(size for size in sizes if size is not None)
+        if sizes[-1] is None and self.node_count % given == 0:
+            sizes[-1] = self.node_count // given
+        found = tuple(size for size in sizes if size is not None)
+        if math.prod(found) != self.node_count or len(found) != len(sizes):
+            levels = " x ".join(f"{each.name} {each.size or '?'}" for each in described)
+            message = f"network levels ({levels}) do not make up the {self.node_count} nodes of the groups"
+            raise ClusterError(message)
+        return found
+
+    def _check_adapters(self) -> None:
+        for group in self.groups:
+            if group.node.nic is None:
+                message = (
+                    f"node {group.node.name!r} has no 'nic', but the cluster has {self.node_count} nodes;"
+                    " add such as `nic: {bandwidth: 3200Gbit/s, latency: 5us}`"
+                )
+                raise ClusterError(message)
+
+    def _mixed(self, what: str) -> ClusterError:
+        groups = ", ".join(f"{g.count} x {g.node.name} ({g.node.count} x {g.node.device.name})" for g in self.groups)
+        return ClusterError(
+            f"cluster {self.name!r} mixes nodes and has no one {what}: {groups};"
+            " plan one group at a time (ClusterSpec.split_groups) or describe equal nodes"
+        )
+
+
+def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:
+    links = [node.links for node in nodes if node.links is not None]
+    if not links:  # one device a node: nothing to join, the level is a copy in its memory
+        return Level("node", fanout, min(node.device.memory_bytes_per_s for node in nodes), 0.0, "host", False)
+    slowest = min(links, key=lambda link: link.bytes_per_s * link.efficiency)
+    return Level(
+        name="node",
+        fanout=fanout,
+        bytes_per_s=slowest.bytes_per_s,
+        latency_s=max(link.latency_s for link in links),
+        topology=slowest.topology,
+        in_switch_reduction=all(link.in_switch_reduction for link in links),
+        efficiency=slowest.efficiency,
+        call_s=max(link.call_overhead_s for link in links),
+    )
+
+
+def _same_device(a: DeviceSpec, b: DeviceSpec) -> bool:
+    from dataclasses import replace
+
+    return replace(a, name="") == replace(b, name="")
+
+
+def _same_node(a: NodeSpec, b: NodeSpec) -> bool:
+    return _same_device(a.device, b.device) and (a.count, a.links, a.nic) == (b.count, b.links, b.nic)
+
+
+def _load_yaml(text: str, origin: str) -> object:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        message = f"{origin}: is no YAML: {' '.join(str(error).split())}"
+        raise ClusterError(message) from None
+
+
+def _count(text: str, whole: str, what: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        message = f"cluster {whole!r}: the number of {what} must be a whole number of at least 1, but is {text!r}"
+        raise ClusterError(message)
+    return int(text)
+
+
+def _not_a_cluster(text: str) -> ClusterError:
+    known = (*catalog.names("nodes"), *(f"{each}:8" for each in catalog.names("devices")))
+    return ClusterError(f"{text!r} is no cluster{suggestion(text, known)}; {_ways()}")
+
+
+def _ways() -> str:
+    presets = ", ".join(catalog.names("nodes"))
+    return f"give a YAML file, a preset ({presets}), or DEVICE:PER_NODExNODES such as cpu:4 or h100-sxm-80gb:8x4"

@@ -1,0 +1,204 @@
+"""Time of kernels on one device: roofline with size-dependent efficiency.
+
+Symbols, used by every formula here:
+    b m n k   batch and sizes of a matrix product, [b, m, k] @ [b, k, n]
+    P         dense peak of the data type, FLOP/s
+    e         fraction of peak that large matmuls reach
+    hm hn hk  sizes at which the rate is half of that (prologue, epilogue, edges)
+    Tm Tn s   tile of one multiprocessor and the ways k is split
+    t         rate of that tile over the best tile's
+    S         multiprocessors
+    W         memory bandwidth that is reached, byte/s
+
+A GPU gives whole tiles to multiprocessors in waves, so a matmul costs what its
+last, partly filled wave costs too; libraries choose the tile and the split, and
+so does the model (the fastest of a few). This alone explains the odd best
+shapes of validation/matmul_achievable.csv: each fills its waves to 96 % and more.
+
+A GPU's kernel takes at least the time between two launches; a CPU's launch adds
+to its work. Not modelled: caches that hold operands between kernels, clocks that
+fall with power beyond what `e` contains, first-touch page faults on a CPU.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.device import DeviceSpec, dtype_bytes
+from cost_models.formula import Formula, registry
+from cost_models.memory import DtypeOf, optimizer_traffic_bytes
+
+FloatArray = npt.NDArray[np.float64]
+Size = float | npt.NDArray[Any]
+
+_PEAK = (
+    ("P", "dense peak, FLOP/s"),
+    ("e", "fraction of peak that large matmuls reach"),
+)
+_SIZES = (("b", "batch"), ("m", "rows"), ("n", "columns"), ("k", "inner size"))
+
+FORMULAS: Mapping[str, Formula] = registry(
+    Formula(
+        "matmul_waves",
+        "ceiling(b*s*ceiling(m/Tm)*ceiling(n/Tn)/S)",
+        (
+            *_SIZES[:3],
+            ("Tm", "rows of a tile"),
+            ("Tn", "columns of a tile"),
+            ("s", "ways k is split"),
+            ("S", "multiprocessors"),
+        ),
+        "NVIDIA, 'Matrix Multiplication Background User's Guide', tile and wave quantisation",
+    ),
+    Formula(
+        "matmul_tiled",
+        "waves*2*Tm*Tn*(k/s + hk)*S/(P*e*t) + 8*(s - 1)*b*m*n/W",
+        (
+            ("waves", "rounds of tiles"),
+            *_SIZES,
+            ("Tm", "rows of a tile"),
+            ("Tn", "columns of a tile"),
+            ("s", "ways k is split"),
+            ("hk", "k at half the best rate"),
+            ("S", "multiprocessors"),
+            *_PEAK,
+            ("t", "rate of the tile over the best tile's"),
+            ("W", "memory bandwidth reached, byte/s"),
+        ),
+        "time of one tile times its waves; partial sums of a split k are written and read in float32",
+    ),
+    Formula(
+        "matmul_smooth",
+        "2*b*(m + hm)*(n + hn)*(k + hk)/(P*e)",
+        (*_SIZES, ("hm", "m at half the best rate"), ("hn", "n, likewise"), ("hk", "k, likewise"), *_PEAK),
+        "simple saturation in each size, for devices without tile quantisation",
+    ),
+    Formula(
+        "matmul_bytes",
+        "d*b*(m*k + k*n + m*n)",
+        (*_SIZES, ("d", "bytes of an element")),
+        "operands read once, result written once",
+    ),
+    Formula(
+        "kernel",
+        "Max(arithmetic, bytes/W) + half/W",
+        (
+            ("arithmetic", "time of the arithmetic, s"),
+            ("bytes", "bytes read and written"),
+            ("half", "bytes at half the best rate"),
+            ("W", "memory bandwidth reached, byte/s"),
+        ),
+        "roofline (Williams, Waterman & Patterson 2009) after a fixed start-up (Hockney 1994)",
+    ),
+    Formula(
+        "attention",
+        "flops/(P*e)",
+        (("flops", "operations of the kernel"), ("P", "dense peak, FLOP/s"), ("e", "fraction a fused kernel reaches")),
+        "roofline of a fused attention kernel",
+    ),
+)
+
+# Tile (rows, columns) and its rate over the best tile's. Assumed, in the range of
+# CUTLASS profiles of Ampere and Hopper: a small tile reads its operands more often.
+_TILES: Sequence[tuple[int, int, float]] = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (192, 128, 0.97),
+    (128, 192, 0.97),
+    (128, 160, 0.95),
+    (128, 128, 0.92),
+    (128, 64, 0.75),
+    (64, 128, 0.75),
+    (64, 64, 0.55),
+    (16, 128, 0.25),
+)
+_SPLITS = (1, 2, 4, 8)
+_CHOICES = np.array([(*tile, split) for tile in _TILES for split in _SPLITS], dtype=np.float64)
+
+
+def matmul_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device: DeviceSpec) -> FloatArray:
+    """Return the time in seconds of `batch` products [m, k] @ [k, n] in one kernel.
+
+    Sizes may be arrays that broadcast together. Raises `CostModelError` where
+    the device has no rate for `dtype`.
+    """
+    sizes = [np.asarray(each, dtype=np.float64) for each in (batch, m, n, k)]
+    moved = FORMULAS["matmul_bytes"].evaluate(**_named(sizes), d=dtype_bytes(dtype))
+    return _on_device(matmul_compute_s(batch, m, n, k, dtype, device), moved, device)
+
+
+def matmul_compute_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device: DeviceSpec) -> FloatArray:
+    """Return the time in seconds of the arithmetic of `matmul_s` alone."""
+    b, rows, columns, inner = np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (batch, m, n, k)))
+    peak, efficiency = device.flops_for(dtype), device.matmul_efficiency_for(dtype)
+    if not device.multiprocessors:
+        hm, hn, hk = device.matmul_half
+        return FORMULAS["matmul_smooth"].evaluate(
+            **_named([b, rows, columns, inner]), hm=hm, hn=hn, hk=hk, P=peak, e=efficiency
+        )
+    tile_m, tile_n, tile_rate, split = _CHOICES.T
+    sizes = _named([each[..., None] for each in (b, rows, columns, inner)])
+    tile = {"Tm": tile_m, "Tn": tile_n, "s": split, "S": float(device.multiprocessors)}
+    waves = FORMULAS["matmul_waves"].evaluate(**{name: sizes[name] for name in "bmn"}, **tile)
+    times = FORMULAS["matmul_tiled"].evaluate(
+        **sizes, **tile, waves=waves, hk=device.matmul_half[2], P=peak, e=efficiency, t=tile_rate, W=_bandwidth(device)
+    )
+    fastest: FloatArray = np.min(times, axis=-1)
+    return fastest
+
+
+def memory_bound_s(bytes_moved: Size, device: DeviceSpec, transcendentals: Size = 0.0) -> FloatArray:
+    """Return the time in seconds of a kernel that mainly moves memory.
+
+    `transcendentals`: elements that pass through exp, tanh, erf and the like;
+    on a CPU core these and not memory bound softmax, GELU and the norms.
+    """
+    counts = np.asarray(transcendentals, dtype=np.float64)
+    rate = device.transcendentals_per_s
+    return _on_device(counts / rate if rate else np.zeros_like(counts), bytes_moved, device)
+
+
+def attention_s(flops: Size, bytes_moved: Size, dtype: str, device: DeviceSpec) -> FloatArray:
+    """Return the time in seconds of a fused attention kernel of `flops` operations.
+
+    Causal masks halve `flops`; the caller counts. Head sizes that are no
+    multiple of 8 are slower for real and not modelled.
+    """
+    peak = device.flops_for(dtype)
+    arithmetic = FORMULAS["attention"].evaluate(flops=flops, P=peak, e=device.attention_efficiency)
+    return _on_device(arithmetic, bytes_moved, device)
+
+
+def optimizer_s(
+    parameters: Size,
+    optimizer: str,
+    device: DeviceSpec,
+    *,
+    dtypes: DtypeOf | None = None,
+    implementation: str = "foreach",
+) -> FloatArray:
+    """Return the time in seconds of one optimizer step over `parameters` elements.
+
+    Memory traffic only; the launches of `foreach` are few and of `loop` left out.
+    """
+    per_parameter = optimizer_traffic_bytes(optimizer, dtypes, implementation)
+    return memory_bound_s(np.asarray(parameters, dtype=np.float64) * per_parameter, device)
+
+
+def _on_device(arithmetic_s: FloatArray, bytes_moved: Size, device: DeviceSpec) -> FloatArray:
+    work = FORMULAS["kernel"].evaluate(
+        arithmetic=arithmetic_s, bytes=bytes_moved, half=device.memory_half_bytes, W=_bandwidth(device)
+    )
+    if device.kind == "gpu":
+        return np.maximum(work, device.kernel_launch_s)
+    return work + device.kernel_launch_s
+
+
+def _bandwidth(device: DeviceSpec) -> float:
+    return device.memory_bytes_per_s * device.memory_efficiency
+
+
+def _named(sizes: Sequence[FloatArray]) -> dict[str, FloatArray]:
+    return dict(zip("bmnk", sizes, strict=True))

@@ -1,0 +1,161 @@
+"""One accelerator, or one CPU core: capacity, rates and what fraction is achieved."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cost_models import catalog
+from cost_models.errors import CostModelError, suggestion
+
+DTYPE_ALIASES: Mapping[str, str] = {
+    "fp64": "float64",
+    "double": "float64",
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float8": "fp8",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+    "uint8": "int8",
+}
+"""Other spellings of a data type, to the one used as key here."""
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "tf32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "fp8": 1,
+    "int8": 1,
+    "bool": 1,
+}
+
+
+def canonical_dtype(name: str) -> str:
+    """Return the spelling of a data type that is used as key: `bf16` is `bfloat16`."""
+    name = name.removeprefix("torch.")
+    return DTYPE_ALIASES.get(name, name)
+
+
+def dtype_bytes(name: str) -> int:
+    """Return the bytes of one element of data type `name`."""
+    key = canonical_dtype(name)
+    if key not in DTYPE_BYTES:
+        message = f"unknown data type {name!r}{suggestion(name, DTYPE_BYTES)}; known: {', '.join(DTYPE_BYTES)}"
+        raise CostModelError(message)
+    return DTYPE_BYTES[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One device as the cost models see it. All compute figures are dense."""
+
+    name: str
+    kind: str
+    """`gpu` (launches run ahead of the device) or `cpu` (they do not)."""
+
+    memory_bytes: int
+    memory_bytes_per_s: float
+    peak_flops: Mapping[str, float] = field(hash=False)
+    """Dense FLOP/s by data type; `float32` is without TF32, which is `tf32`."""
+
+    kernel_launch_s: float
+    """Shortest time between two kernels: host cost of one operator, run eagerly."""
+
+    memory_efficiency: float
+    """Fraction of `memory_bytes_per_s` that a large elementwise kernel moves."""
+
+    memory_half_bytes: float
+    """Bytes at which a memory-bound kernel runs at half its best rate."""
+
+    matmul_efficiency: Mapping[str, float] = field(hash=False)
+    """Asymptotic fraction of peak by data type, without quantisation and small sizes."""
+
+    default_matmul_efficiency: float
+    """For data types that `matmul_efficiency` does not name."""
+
+    matmul_half: tuple[int, int, int]
+    """Sizes m, n, k at each of which a matmul runs at half its best rate."""
+
+    attention_efficiency: float
+    """Fraction of peak that a fused attention kernel reaches, forward and backward."""
+
+    multiprocessors: int = 0
+    """Multiprocessors that take whole tiles; 0: no tile quantisation."""
+
+    reserved_bytes: int = 0
+    """Memory taken by the driver's context and the communication library."""
+
+    transcendentals_per_s: float = 0.0
+    """Elements/s through exp, tanh, erf and the like; 0: never slower than memory."""
+
+    catalog: str = ""
+    """Catalogue entry that the figures come from; empty if described by the user."""
+
+    def flops_for(self, dtype: str) -> float:
+        """Return the dense peak in FLOP/s for `dtype`.
+
+        Raises `CostModelError` naming the types with a known peak.
+        """
+        key = canonical_dtype(dtype)
+        if key not in self.peak_flops:
+            known = ", ".join(self.peak_flops)
+            message = f"device {self.name!r} has no compute rate for {dtype!r}; known: {known}"
+            raise CostModelError(message)
+        return self.peak_flops[key]
+
+    def matmul_efficiency_for(self, dtype: str) -> float:
+        """Return the largest fraction of peak that a matmul of `dtype` reaches."""
+        return self.matmul_efficiency.get(canonical_dtype(dtype), self.default_matmul_efficiency)
+
+
+def catalogued_device(name: str) -> DeviceSpec:
+    """Return the device of the catalogue that is called `name`.
+
+    Raises `ClusterError` with the closest name where there is none.
+    """
+    entry = catalog.entry("devices", name)
+    efficiency = catalog.mapping(entry, "matmul_efficiency")
+    return DeviceSpec(
+        name=name,
+        kind=catalog.text(entry, "kind"),
+        memory_bytes=int(catalog.number(entry, "memory_capacity")),
+        memory_bytes_per_s=catalog.number(entry, "memory_bandwidth"),
+        peak_flops={k: float(f.value) for k, f in catalog.mapping(entry, "compute").items()},
+        kernel_launch_s=catalog.number(entry, "kernel_launch"),
+        memory_efficiency=catalog.number(entry, "memory_efficiency"),
+        memory_half_bytes=catalog.number(entry, "memory_half"),
+        matmul_efficiency={k: float(f.value) for k, f in efficiency.items()},
+        default_matmul_efficiency=catalog.number(entry, "default_matmul_efficiency"),
+        matmul_half=(
+            int(catalog.number(entry, "matmul_half_m", 0)),
+            int(catalog.number(entry, "matmul_half_n", 0)),
+            int(catalog.number(entry, "matmul_half_k")),
+        ),
+        attention_efficiency=catalog.number(entry, "attention_efficiency"),
+        multiprocessors=int(catalog.number(entry, "multiprocessors")),
+        reserved_bytes=int(catalog.number(entry, "reserved")),
+        transcendentals_per_s=catalog.number(entry, "transcendentals", 0.0),
+        catalog=name,
+    )
+
+
+def sources(device: DeviceSpec) -> Mapping[str, str]:
+    """Return `figure: kind: source` of every figure taken from the catalogue.
+
+    A device that was described in the cluster file has none.
+    """
+    if not device.catalog:
+        return {}
+    lines: dict[str, str] = {}
+    for key, each in catalog.entry("devices", device.catalog).items():
+        if isinstance(each, catalog.Figure):
+            lines[key] = f"{each.kind}: {each.source}"
+        else:
+            lines |= {f"{key}.{k}": f"{f.kind}: {f.source}" for k, f in each.items()}
+    return lines

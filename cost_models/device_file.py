@@ -1,0 +1,221 @@
+"""A device as the cluster file describes it, and the trap of sparse figures.
+
+Data sheets from Ampere on print compute with 2:4 sparsity, twice the dense rate.
+Taken for dense, every plan would be computed twice too fast; such a figure is
+refused where the device can be recognised.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from cost_models import catalog, units
+from cost_models.device import DTYPE_ALIASES, DTYPE_BYTES, DeviceSpec, canonical_dtype, catalogued_device
+from cost_models.errors import suggestion
+from cost_models.section import Section
+
+_KEYS = (
+    "preset",
+    "catalog",
+    "kind",
+    "memory",
+    "compute",
+    "matmul_efficiency",
+    "matmul_half",
+    "attention_efficiency",
+    "kernel_launch",
+    "multiprocessors",
+    "transcendentals_per_second",
+)
+_MEMORY_KEYS = ("capacity", "bandwidth", "efficiency", "half_rate_size", "reserved")
+_SPARSE_TOLERANCE = 0.02
+_PLAUSIBLE_OVER_PRESET = 1.25
+"""A figure may exceed its preset's by this much: boost clocks, another form factor."""
+
+# For a device that is described without a preset: the fractions of an A100 (gpu)
+# or of one core (cpu), which the file can override. Assumed.
+_GENERIC = {"gpu": "a100-sxm-80gb", "cpu": "cpu"}
+
+
+def read_device(name: str, section: Section) -> DeviceSpec:
+    """Return the device `name` of a cluster file."""
+    section.only(*_KEYS)
+    memory = section.section("memory").only(*_MEMORY_KEYS)
+    peaks = _compute(section.section("compute"))
+    base = _base(name, section, peaks)
+    _refuse_sparse(name, section, peaks, memory)
+    inherits = "preset" in section
+    efficiencies, default_efficiency = _efficiencies(section.section("matmul_efficiency"), base)
+    touched = set(section.data) - {"preset"}
+    return replace(
+        base,
+        name=name,
+        memory_bytes=_or_base(memory, "capacity", units.parse_bytes, base.memory_bytes),
+        memory_bytes_per_s=_or_base(memory, "bandwidth", units.parse_bandwidth, base.memory_bytes_per_s),
+        memory_efficiency=_fraction(memory, "efficiency", base.memory_efficiency),
+        memory_half_bytes=float(memory.quantity("half_rate_size", units.parse_bytes, round(base.memory_half_bytes))),
+        reserved_bytes=memory.quantity("reserved", units.parse_bytes, base.reserved_bytes),
+        peak_flops={**base.peak_flops, **peaks},
+        matmul_efficiency=efficiencies,
+        default_matmul_efficiency=default_efficiency,
+        matmul_half=_half(section, base.matmul_half),
+        attention_efficiency=_fraction(section, "attention_efficiency", base.attention_efficiency),
+        kernel_launch_s=section.quantity("kernel_launch", units.parse_time, base.kernel_launch_s),
+        transcendentals_per_s=section.number("transcendentals_per_second", base.transcendentals_per_s),
+        multiprocessors=_multiprocessors(section, base.multiprocessors),
+        catalog=_catalog_name(section) if not inherits or touched else base.catalog,
+    )
+
+
+def device_document(device: DeviceSpec) -> dict[str, Any]:
+    """Return the section of a cluster file that `read_device` reads back as `device`."""
+    document: dict[str, Any] = {
+        "kind": device.kind,
+        "memory": {
+            "capacity": units.exact_bytes(device.memory_bytes),
+            "bandwidth": units.exact_bandwidth(device.memory_bytes_per_s),
+            "efficiency": device.memory_efficiency,
+            "half_rate_size": units.exact_bytes(round(device.memory_half_bytes)),
+            "reserved": units.exact_bytes(device.reserved_bytes),
+        },
+        "compute": {dtype: units.exact_flops(rate) for dtype, rate in device.peak_flops.items()},
+        "matmul_efficiency": {**device.matmul_efficiency, "default": device.default_matmul_efficiency},
+        "matmul_half": list(device.matmul_half),
+        "attention_efficiency": device.attention_efficiency,
+        "kernel_launch": units.exact_seconds(device.kernel_launch_s),
+        "multiprocessors": device.multiprocessors,
+        "transcendentals_per_second": device.transcendentals_per_s,
+    }
+    if device.catalog:
+        document["catalog"] = device.catalog
+    return document
+
+
+def _base(name: str, section: Section, peaks: dict[str, float]) -> DeviceSpec:
+    """Return the device whose figures hold where the section is silent.
+
+    The preset; else the catalogue device with the same bandwidth and rates;
+    else the efficiencies of a generic one, without tile quantisation.
+    """
+    if "preset" in section:
+        preset = section.text("preset")
+        if preset not in catalog.names("devices"):
+            raise section.error(str(catalog.unknown_entry("devices", preset)), "preset")
+        base = catalogued_device(preset)
+        return replace(base, kind=section.choice("kind", _GENERIC, base.kind))
+    section.require("memory", "compute", example="{preset: h100-sxm-80gb}")
+    section.section("memory").require("capacity", "bandwidth", example="{capacity: 80GiB, bandwidth: 2039GB/s}")
+    if not section.section("compute").data:
+        raise section.error("names no rate; give at least one, such as {bf16: 312TFLOP/s}", "compute")
+    kind = section.choice("kind", _GENERIC, "gpu")
+    bandwidth = section.section("memory").positive("bandwidth", units.parse_bandwidth)
+    for each in map(catalogued_device, catalog.names("devices")):
+        same_rates = all(_close(rate, each.peak_flops.get(dtype, 0.0)) for dtype, rate in peaks.items())
+        if each.kind == kind and same_rates and _close(bandwidth, each.memory_bytes_per_s):
+            return replace(each, peak_flops={})
+    return replace(catalogued_device(_GENERIC[kind]), peak_flops={}, matmul_efficiency={}, multiprocessors=0)
+
+
+def _or_base(section: Section, key: str, parse: Any, base: Any) -> Any:
+    return section.positive(key, parse) if key in section else base
+
+
+def _fraction(section: Section, key: str, default: float) -> float:
+    value = section.quantity(key, units.parse_fraction, default)
+    if not 0 < value <= 1:
+        raise section.error(f"must be more than 0 and at most 1, but is {section[key]!r}", key)
+    return value
+
+
+def _multiprocessors(section: Section, default: int) -> int:
+    if section.data.get("multiprocessors", default) == 0:
+        return 0
+    return section.count("multiprocessors") if "multiprocessors" in section else default
+
+
+def _compute(section: Section) -> dict[str, float]:
+    known = {*DTYPE_BYTES, *DTYPE_ALIASES}
+    rates: dict[str, float] = {}
+    for key in section.data:
+        if canonical_dtype(key) not in DTYPE_BYTES:
+            raise section.error(f"unknown data type {key!r}{suggestion(key, known)}; known: {', '.join(DTYPE_BYTES)}")
+        if canonical_dtype(key) in rates:
+            raise section.error(f"gives {canonical_dtype(key)} twice, the second time as {key!r}")
+        rates[canonical_dtype(key)] = section.positive(key, units.parse_flops)
+    return rates
+
+
+def _efficiencies(section: Section, base: DeviceSpec) -> tuple[dict[str, float], float]:
+    known = {*DTYPE_BYTES, *DTYPE_ALIASES, "default"}
+    found = {} if section.data else dict(base.matmul_efficiency)
+    for key in section.data:
+        if key not in known:
+            raise section.error(f"unknown data type {key!r}{suggestion(key, known)}; known: {', '.join(DTYPE_BYTES)}")
+        found[canonical_dtype(key)] = _fraction(section, key, 1.0)
+    return found, found.pop("default", base.default_matmul_efficiency)
+
+
+def _half(section: Section, default: tuple[int, int, int]) -> tuple[int, int, int]:
+    value = section.data.get("matmul_half", list(default))
+    is_sizes = isinstance(value, list) and len(value) == 3
+    if not is_sizes or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value):
+        raise section.error(f"must be three whole numbers [m, n, k], but is {value!r}", "matmul_half")
+    return (value[0], value[1], value[2])
+
+
+def _catalog_name(section: Section) -> str:
+    name = section.text("catalog")
+    return name if name in catalog.names("devices") else ""
+
+
+def _refuse_sparse(name: str, section: Section, peaks: dict[str, float], memory: Section) -> None:
+    known = _recognised(name, section, memory)
+    for key in section.section("compute").data:
+        dtype, path = canonical_dtype(key), f"compute.{key}"
+        rate = peaks[dtype]
+        dense = {each: spec.peak_flops[dtype] for each, spec in known.items() if dtype in spec.peak_flops}
+        if any(_close(rate, each) for each in dense.values()):
+            continue
+        twice = [each for each, value in dense.items() if _close(rate, 2 * value)]
+        if twice:
+            raise section.error(_sparse_text(rate, twice[0], dense[twice[0]]), path)
+        if dense and "preset" in section and rate > _PLAUSIBLE_OVER_PRESET * max(dense.values()):
+            raise section.error(_implausible_text(rate, *max(dense.items(), key=lambda x: x[1])), path)
+        _refuse_impossible(section, path, dtype, rate)
+
+
+def _refuse_impossible(section: Section, path: str, dtype: str, rate: float) -> None:
+    """Refuse a rate of twice the fastest device of the catalogue and more."""
+    peaks = {each: catalogued_device(each).peak_flops.get(dtype, 0.0) for each in catalog.names("devices")}
+    fastest = max(peaks, key=peaks.__getitem__)
+    if peaks[fastest] and rate > 2 * peaks[fastest]:
+        raise section.error(_implausible_text(rate, fastest, peaks[fastest]), path)
+
+
+def _recognised(name: str, section: Section, memory: Section) -> dict[str, DeviceSpec]:
+    """Return the catalogue devices that this section may mean: its preset, or by name or memory."""
+    if "preset" in section:
+        return {section.text("preset"): catalogued_device(section.text("preset"))}
+    family = name.lower().replace("_", "-").split("-")[0]
+    bandwidth = memory.positive("bandwidth", units.parse_bandwidth)
+    everything = {each: catalogued_device(each) for each in catalog.names("devices")}
+    by_name = {each: spec for each, spec in everything.items() if family in each.split("-")}
+    by_memory = {each: s for each, s in everything.items() if _close(s.memory_bytes_per_s, bandwidth)}
+    return by_name or by_memory
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _SPARSE_TOLERANCE * b
+
+
+def _sparse_text(rate: float, device: str, dense: float) -> str:
+    return (
+        f"{units.format_rate(rate, 'FLOP/s')} is the figure of {device} with 2:4 sparsity, twice its dense"
+        f" {units.format_rate(dense, 'FLOP/s')}; matmuls of training are dense, so write the dense figure"
+    )
+
+
+def _implausible_text(rate: float, device: str, dense: float) -> str:
+    return (
+        f"{units.format_rate(rate, 'FLOP/s')} is {rate / dense:.3g} times the dense"
+        f" {units.format_rate(dense, 'FLOP/s')} of {device}; check the unit and write the dense figure"
+    )

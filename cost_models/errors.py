@@ -1,0 +1,23 @@
+"""Errors that a user of the cost models can cause."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class CostModelError(Exception):
+    """A figure or name is wrong; the text says which, where, and the way out."""
+
+
+class UnitError(CostModelError):
+    """A quantity without a unit, or with one that is not known."""
+
+
+class ClusterError(CostModelError):
+    """A cluster description that cannot be used."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` for the closest of `known`, else an empty text."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""

@@ -1,0 +1,104 @@
+"""Bytes on a device that are not activations: optimizer state, rounding, context."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.device import DeviceSpec, dtype_bytes
+from cost_models.errors import CostModelError, suggestion
+
+ALLOCATION_BYTES = 512
+"""The CUDA caching allocator hands out multiples of this: kMinBlockSize, c10/cuda/CUDACachingAllocator."""
+
+_CPU_ALIGNMENT_BYTES = 64
+"""Alignment of torch's CPU allocator: gAlignment, c10/core/alignment.h."""
+
+_STATES: Mapping[str, int] = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+"""State tensors of the size of the parameter."""
+
+# Elements read and written per parameter: (parameter, gradient, state, temporary).
+# fused: each tensor once in and, where it changes, once out. foreach, loop: one
+# pass an ATen call, counted in torch/optim/{sgd,adam,adamw}.py of torch 2.13.
+_TRAFFIC: Mapping[str, Mapping[str, tuple[int, int, int, int]]] = {
+    "fused": {
+        "none": (0, 0, 0, 0),
+        "sgd": (2, 1, 0, 0),
+        "sgd_momentum": (2, 1, 2, 0),
+        "adam": (2, 1, 4, 0),
+        "adamw": (2, 1, 4, 0),
+    },
+    "foreach": {
+        "none": (0, 0, 0, 0),
+        "sgd": (2, 1, 0, 0),
+        "sgd_momentum": (2, 1, 5, 0),
+        "adam": (2, 3, 8, 5),
+        "adamw": (4, 3, 8, 5),
+    },
+}
+
+
+@dataclass(frozen=True)
+class DtypeOf:
+    """Data types of what an optimizer touches."""
+
+    parameter: str = "float32"
+    gradient: str = "float32"
+    state: str = "float32"
+    master: str = ""
+    """Type of a separate master copy that is updated in place of the parameter; empty: none."""
+
+
+def optimizer_state_bytes(optimizer: str, dtypes: DtypeOf | None = None) -> int:
+    """Return the bytes of state per parameter: AdamW in float32 keeps 8, a float32 master copy 4 more.
+
+    Step counters, one scalar a tensor, are left out.
+    """
+    dtypes = dtypes or DtypeOf()
+    _check(optimizer, "fused")
+    master = dtype_bytes(dtypes.master) if dtypes.master and optimizer != "none" else 0
+    return _STATES[optimizer] * dtype_bytes(dtypes.state) + master
+
+
+def optimizer_traffic_bytes(optimizer: str, dtypes: DtypeOf | None = None, implementation: str = "foreach") -> int:
+    """Return the bytes read and written per parameter in one step."""
+    dtypes = dtypes or DtypeOf()
+    _check(optimizer, implementation)
+    parameter, gradient, state, temporary = _TRAFFIC["fused" if implementation == "fused" else "foreach"][optimizer]
+    updated = dtype_bytes(dtypes.master or dtypes.parameter)
+    copied_out = dtype_bytes(dtypes.parameter) if dtypes.master and parameter else 0
+    return (
+        parameter * updated
+        + gradient * dtype_bytes(dtypes.gradient)
+        + state * dtype_bytes(dtypes.state)
+        + temporary * dtype_bytes(dtypes.state)
+        + copied_out
+    )
+
+
+def allocated_bytes(tensor_bytes: float | npt.NDArray[Any], device_kind: str = "gpu") -> npt.NDArray[np.float64]:
+    """Return what the allocator takes for tensors of `tensor_bytes`.
+
+    Compare `torch.cuda.max_memory_allocated`; fragmentation, which
+    `max_memory_reserved` contains, is not modelled.
+    """
+    step = ALLOCATION_BYTES if device_kind == "gpu" else _CPU_ALIGNMENT_BYTES
+    rounded: npt.NDArray[np.float64] = np.ceil(np.asarray(tensor_bytes, dtype=np.float64) / step) * step
+    return rounded
+
+
+def usable_bytes(device: DeviceSpec, margin: float = 0.0) -> int:
+    """Return the bytes left for tensors: capacity less context, less the fraction `margin` of the rest."""
+    return int((device.memory_bytes - device.reserved_bytes) * (1.0 - margin))
+
+
+def _check(optimizer: str, implementation: str) -> None:
+    if optimizer not in _STATES:
+        message = f"unknown optimizer {optimizer!r}{suggestion(optimizer, _STATES)}; known: {', '.join(_STATES)}"
+        raise CostModelError(message)
+    known = (*_TRAFFIC, "loop")
+    if implementation not in known:
+        message = f"unknown implementation {implementation!r}{suggestion(implementation, known)}; known: {known}"
+        raise CostModelError(message)

@@ -1,0 +1,108 @@
+"""How the ranks of one mesh axis lie on the link levels of a cluster.
+
+Ranks are laid row-major: the last mesh axis joins adjacent ranks, and ranks
+fill a node before the next one begins. On 8 nodes x 8 devices:
+
+    mesh (8, 8), axis 1:  hops (8 ranks, node)              whole links
+    mesh (8, 8), axis 0:  hops (8 ranks, rack)              adapters / 8: eight groups leave every node at once
+    mesh (4, 16), axis 1: hops (8 ranks, node), (2, rack)   whole adapters: one group a node
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost_models.errors import ClusterError
+from cost_models.node import Level
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One level crossed by a group, inner to outer."""
+
+    ranks: int
+    """Parts of the group that meet on this level."""
+
+    bytes_per_s: float
+    """Nominal bandwidth that ONE group has here, per endpoint of the level and direction,
+    while all groups of the axis communicate: the level's, shared by the groups of an endpoint."""
+
+    latency_s: float
+    level: str
+    in_switch_reduction: bool = False
+    efficiency: float = 1.0
+    """Fraction of `bytes_per_s` that the library reaches at large sizes."""
+
+    call_s: float = 0.0
+    """Host and launch share of one call."""
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        """Return the bandwidth that a large transfer reaches."""
+        return self.bytes_per_s * self.efficiency
+
+
+def axis_hops(levels: Sequence[Level], axis_sizes: tuple[int, ...], axis: int) -> tuple[Hop, ...]:
+    """Return the levels that the groups of `axis` cross, inner to outer.
+
+    The product of the hops' ranks is the size of the axis; an axis of size 1
+    crosses nothing. Not modelled: an adapter that belongs to one device and
+    cannot serve its neighbours, and traffic of other axes at the same time.
+
+    Raises `ClusterError` where the mesh exceeds the cluster or an axis does
+    not divide a level evenly.
+    """
+    size = axis_sizes[axis]
+    if size == 1:
+        return ()
+    stride = math.prod(axis_sizes[axis:][1:]) if axis >= 0 else math.prod(axis_sizes[len(axis_sizes) + axis + 1 :])
+    _check(levels, axis_sizes, stride, size)
+    hops = []
+    inside = 1  # devices of one endpoint of the level
+    of_group = 1  # ranks of one group among them
+    for level in levels:
+        outside = inside * level.fanout
+        first, last = max(stride, inside), min(stride * size, outside)
+        if last > first:
+            ranks = last // first
+            hops.append(_hop(level, ranks, groups_in_endpoint=inside // of_group))
+            of_group *= ranks
+        inside = outside
+    return tuple(hops)
+
+
+def _hop(level: Level, ranks: int, groups_in_endpoint: int) -> Hop:
+    direct_links = (ranks - 1) / (level.fanout - 1) if level.topology == "mesh" else 1.0
+    return Hop(
+        ranks=ranks,
+        bytes_per_s=level.bytes_per_s * direct_links / groups_in_endpoint,
+        latency_s=level.latency_s,
+        level=level.name,
+        in_switch_reduction=level.in_switch_reduction,
+        efficiency=level.efficiency,
+        call_s=level.call_s,
+    )
+
+
+def _check(levels: Sequence[Level], axis_sizes: tuple[int, ...], stride: int, size: int) -> None:
+    if any(each < 1 for each in axis_sizes):
+        message = f"mesh {axis_sizes} has an axis of fewer than 1 rank"
+        raise ClusterError(message)
+    devices = math.prod(level.fanout for level in levels)
+    if math.prod(axis_sizes) > devices:
+        message = f"mesh {axis_sizes} needs {math.prod(axis_sizes)} devices and the cluster has {devices}"
+        raise ClusterError(message)
+    extent = 1
+    for level in levels:
+        extent = min(extent * level.fanout, math.prod(axis_sizes))  # what the mesh leaves idle need not divide
+        for edge in (stride, stride * size):
+            if max(edge, extent) % min(edge, extent):
+                raise _uneven(level, extent, axis_sizes, stride, size)
+
+
+def _uneven(level: Level, extent: int, axis_sizes: tuple[int, ...], stride: int, size: int) -> ClusterError:
+    return ClusterError(
+        f"mesh {axis_sizes}: an axis of {size} ranks, {stride} apart, spans {stride * size} ranks, which does not"
+        f" divide evenly into level {level.name!r} of {extent} devices; choose axis sizes whose products"
+        f" divide {extent} or are multiples of it"
+    )

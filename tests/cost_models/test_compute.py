@@ -1,0 +1,185 @@
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import catalog
+from cost_models.compute import attention_s, matmul_s, memory_bound_s, optimizer_s
+from cost_models.device import catalogued_device
+from cost_models.errors import CostModelError
+from cost_models.memory import DtypeOf, allocated_bytes, optimizer_state_bytes, optimizer_traffic_bytes, usable_bytes
+from cost_models.overlap import exposed_s, overlap_efficiency
+
+DEVICES = catalog.names("devices")
+SIZE = st.integers(min_value=1, max_value=20000)
+
+CATALOGUED = {
+    "NVIDIA A100 SXM": "a100-sxm-80gb",
+    "NVIDIA A100 PCIe": "a100-pcie-80gb",
+    "NVIDIA H100 SXM": "h100-sxm-80gb",
+    "NVIDIA H200 SXM": "h200",
+    "NVIDIA B200 SXM": "b200",
+    "AMD MI300X": "mi300x",
+}
+
+
+def best_rows():
+    with (Path(__file__).parent / "data" / "matmul_achievable.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["gpu"] in CATALOGUED:
+                m, n, k = (int(size) for size in row["best_shape_mxnxk"].split("x"))
+                yield (
+                    CATALOGUED[row["gpu"]],
+                    row["dtype"].removesuffix("_e4m3fn"),
+                    m,
+                    n,
+                    k,
+                    float(row["achieved"]) * 1e12,
+                )
+
+
+BEST = list(best_rows())
+
+
+@pytest.mark.parametrize(("device", "dtype", "m", "n", "k", "achieved"), BEST, ids=[f"{b[0]} {b[1]}" for b in BEST])
+def test_the_best_published_matmul_is_reproduced_within_two_percent(device, dtype, m, n, k, achieved):
+    seconds = float(matmul_s(1, m, n, k, dtype, catalogued_device(device)))
+
+    assert 2 * m * n * k / seconds == pytest.approx(achieved, rel=0.02)
+
+
+@given(b=st.integers(1, 64), m=SIZE, n=SIZE, k=SIZE, device=st.sampled_from(DEVICES))
+def test_a_matmul_never_exceeds_peak_nor_bandwidth(b, m, n, k, device):
+    spec = catalogued_device(device)
+    seconds = float(matmul_s(b, m, n, k, "float16", spec))
+
+    assert 2 * b * m * n * k / seconds <= spec.peak_flops["float16"] if "float16" in spec.peak_flops else True
+    assert 2 * b * (m * k + k * n + m * n) / seconds <= spec.memory_bytes_per_s
+
+
+@given(m=SIZE, n=SIZE, k=SIZE, more=st.integers(1, 4096), device=st.sampled_from(["cpu", "h100-sxm-80gb", "mi300x"]))
+def test_a_larger_matmul_is_never_faster(m, n, k, more, device):
+    spec = catalogued_device(device)
+    base = float(matmul_s(1, m, n, k, "float32", spec))
+
+    for sizes in ((1, m + more, n, k), (1, m, n + more, k), (1, m, n, k + more), (2, m, n, k)):
+        assert float(matmul_s(*sizes, "float32", spec)) >= base * (1 - 1e-12)
+
+
+def test_matmul_sizes_broadcast():
+    spec = catalogued_device("a100-sxm-80gb")
+    sizes = np.array([128, 1024, 8192])
+
+    together = matmul_s(1, sizes, 4096, sizes[:, None], "bf16", spec)
+
+    assert together.shape == (3, 3)
+    assert together[2, 0] == float(matmul_s(1, 128, 4096, 8192, "bf16", spec))
+
+
+def test_small_work_costs_a_launch():
+    gpu, cpu = catalogued_device("a100-sxm-80gb"), catalogued_device("cpu")
+
+    assert float(matmul_s(1, 8, 8, 8, "bf16", gpu)) == gpu.kernel_launch_s
+    assert float(memory_bound_s(0.0, gpu)) == gpu.kernel_launch_s
+    assert float(memory_bound_s(0.0, cpu)) >= cpu.kernel_launch_s
+
+
+def test_a_nearly_empty_last_wave_lowers_the_rate():
+    spec = catalogued_device("a100-sxm-80gb")  # 108 multiprocessors take 256 x 128 tiles
+    rows = np.array([108, 121])
+
+    full, spilling = rows / matmul_s(1, 256 * rows, 128, 8192, "bf16", spec)
+
+    assert spilling < 0.95 * full
+
+
+def test_large_memory_bound_kernels_reach_the_efficiency_of_the_device():
+    spec = catalogued_device("h100-sxm-80gb")
+    assert 1e11 / float(memory_bound_s(1e11, spec)) == pytest.approx(3.35e12 * spec.memory_efficiency, rel=1e-3)
+
+
+def test_transcendentals_bound_a_cpu_and_not_a_gpu():
+    elements = 2048**2
+    for device, slower in (("cpu", True), ("a100-sxm-80gb", False)):
+        spec = catalogued_device(device)
+        plain, softmax = memory_bound_s(8 * elements, spec), memory_bound_s(8 * elements, spec, elements)
+        assert (float(softmax) > float(plain)) is slower
+
+
+def test_attention_is_bound_by_the_slower_of_arithmetic_and_memory():
+    spec = catalogued_device("a100-sxm-80gb")
+
+    assert float(attention_s(1e13, 0.0, "bf16", spec)) == pytest.approx(
+        1e13 / 312e12 / spec.attention_efficiency, rel=1e-3
+    )
+    assert float(attention_s(0.0, 1e9, "bf16", spec)) == float(memory_bound_s(1e9, spec))
+
+
+OPTIMIZERS = [("none", 0, 0), ("sgd", 0, 12), ("sgd_momentum", 4, 20), ("adam", 8, 28), ("adamw", 8, 28)]
+
+
+@pytest.mark.parametrize(("name", "state", "fused_traffic"), OPTIMIZERS, ids=[o[0] for o in OPTIMIZERS])
+def test_optimizer_bytes_per_parameter(name, state, fused_traffic):
+    assert optimizer_state_bytes(name) == state
+    assert optimizer_traffic_bytes(name, implementation="fused") == fused_traffic
+    assert optimizer_traffic_bytes(name, implementation="foreach") >= fused_traffic
+
+
+def test_a_master_copy_adds_its_bytes():
+    mixed = DtypeOf(parameter="bf16", gradient="bf16", state="float32", master="float32")
+
+    assert optimizer_state_bytes("adamw", mixed) == 12
+    assert optimizer_traffic_bytes("adamw", mixed, "fused") == 2 * 4 + 2 + 4 * 4 + 2
+
+
+def test_an_optimizer_step_is_memory_bound():
+    spec = catalogued_device("a100-sxm-80gb")
+    expected = 28e9 / (2039e9 * spec.memory_efficiency)
+    assert float(optimizer_s(1e9, "adamw", spec, implementation="fused")) == pytest.approx(expected, rel=1e-3)
+
+
+def test_allocations_are_rounded_up():
+    assert allocated_bytes(np.array([0, 1, 512, 513])).tolist() == [0, 512, 512, 1024]
+    assert float(allocated_bytes(1, "cpu")) == 64
+
+
+def test_context_and_margin_are_taken_from_capacity():
+    spec = catalogued_device("a100-sxm-80gb")
+    assert usable_bytes(spec) == 79 * 2**30
+    assert usable_bytes(spec, margin=0.1) == int(79 * 2**30 * 0.9)
+
+
+def test_exposed_communication_is_what_computation_does_not_hide():
+    assert exposed_s(np.array([1.0, 2.0]), 1.0, 0.5).tolist() == [0.5, 1.5]
+    assert float(exposed_s(0.1, 1.0, 0.5)) == 0.0
+
+
+def test_nothing_overlaps_on_loopback():
+    assert overlap_efficiency("cpu", "host").value == 0.0
+    assert overlap_efficiency("cpu", "fat-tree").value == 0.81
+    assert 0 < float(overlap_efficiency("gpu", "switch").value) < 1
+
+
+WRONG = [
+    (lambda: optimizer_state_bytes("adamm"), "unknown optimizer 'adamm' (did you mean 'adam'?); known: none, sgd"),
+    (
+        lambda: optimizer_traffic_bytes("adam", implementation="fuse"),
+        "unknown implementation 'fuse' (did you mean 'fused'",
+    ),
+    (
+        lambda: optimizer_state_bytes("adam", DtypeOf(state="flot32")),
+        "unknown data type 'flot32' (did you mean 'float32'?)",
+    ),
+    (lambda: overlap_efficiency("tpu", "switch"), "no overlap efficiency for device kind 'tpu'; known: gpu, cpu"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[m for _, m in WRONG])
+def test_wrong_names_are_refused_with_the_known_ones(call, message):
+    with pytest.raises(CostModelError) as caught:
+        call()
+
+    assert message in str(caught.value)

@@ -1,0 +1,114 @@
+"""Plans as tables, graphs and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import StringIO
+
+import pytest
+
+from autopar.ir.plan import Plan, Warned
+from autopar.report.html import html
+from autopar.report.outline import edges_into, parameter_groups, summary
+from autopar.report.pictures import dot, mermaid
+from autopar.report.table import print_table, table_text
+
+Golden = Callable[[str, str], None]
+
+
+def test_table_of_the_small_plan(small_plan: Plan, golden: Golden):
+    golden("table.txt", table_text(small_plan))
+
+
+def test_dot_of_the_small_plan(small_plan: Plan, golden: Golden):
+    golden("plan.dot", dot(small_plan))
+
+
+def test_mermaid_of_the_small_plan(small_plan: Plan, golden: Golden):
+    golden("plan.mmd", mermaid(small_plan))
+
+
+def test_summary_has_degrees_time_memory_mfu_and_gap(small_plan: Plan):
+    assert summary(small_plan) == (
+        "plan: dp_shard=2 x tp=4, step 200 us, peak memory 3.00 MiB of 72.00 GiB, MFU 25.0%, gap 0.50% (optimal)"
+    )
+    assert table_text(small_plan).splitlines()[-1] == summary(small_plan)
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("variable", "coloured"), [("", True), ("1", False)])
+def test_colour_is_for_terminals_without_no_color(
+    variable: str, coloured: bool, small_plan: Plan, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("NO_COLOR", variable)
+    terminal, pipe = Terminal(), StringIO()
+
+    print_table(small_plan, terminal)
+    print_table(small_plan, pipe)
+
+    assert ("\x1b[36m" in terminal.getvalue() or "\x1b[1;36m" in terminal.getvalue()) == coloured
+    assert "\x1b" not in pipe.getvalue()
+
+
+def test_equal_layers_are_one_row(small_plan: Plan):
+    decided = small_plan.decisions
+    one, other = decided.parameters.values()
+    parameters = {f"layers.{i}.up.weight": one for i in range(3)} | {"layers.3.up.weight": other, "head.weight": other}
+    plan = replace(small_plan, decisions=replace(decided, parameters=parameters))
+
+    assert [(each.name, each.count) for each in parameter_groups(plan)] == [
+        ("head.weight", 1),
+        ("layers.*.up.weight", 3),
+        ("layers.3.up.weight", 1),
+    ]
+
+
+def test_edges_bear_the_collectives_between_layouts(small_plan: Plan):
+    decided = small_plan.decisions
+    loss, mm_1 = decided.operators["loss"], decided.operators["mm_1"]
+    plan = replace(small_plan, decisions=replace(decided, operators={"loss": loss, "mm_1": mm_1}))
+
+    (into_loss,) = edges_into(plan, "loss")
+    from_x, _ = edges_into(plan, "mm_1")
+
+    assert (into_loss.source, into_loss.steps) == ("mm_1", ("reduce_scatter tp",))
+    assert (from_x.source, from_x.known) == ("mm", False)
+
+
+class Tags(HTMLParser):
+    """Collects the tags that are open at the end, and what a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str | None] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [value for name, value in attrs if name in {"src", "href"}]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_self_contained_and_escaped(small_plan: Plan):
+    warned = replace(small_plan, warnings=(Warned(code="x", text="<script>alert(1)</script>"),))
+    page = html(warned)
+    tags = Tags()
+
+    tags.feed(page)
+
+    assert tags.open == []
+    assert tags.fetched == []
+    assert "<script>" not in page
+    for text in (summary(small_plan), "up.weight", "aten.mm.default", "all_gather", "50 % slower", "roofline"):
+        assert text in page
