@@ -37,34 +37,34 @@ _AMBIGUOUS = re.compile(r"[kKMGTP]?b(/s|ps)?|[kKMGTP]?Bps")
 
 def parse_bytes(text: object) -> int:
     """Return the bytes that `text`, such as `80GiB` or `80GB`, stands for."""
-    return round(_parse(text, _BYTES, "a size in bytes", "80GiB"))
+    return int(_parse(text, _BYTES, "a size in bytes", "80GiB").to_integral_value())
 
 
 def parse_bandwidth(text: object) -> float:
     """Return the bytes/s that `text`, such as `450GB/s` or `3200Gbit/s`, stands for."""
-    return _parse(text, _BANDWIDTH, "a bandwidth", "450GB/s")
+    return float(_parse(text, _BANDWIDTH, "a bandwidth", "450GB/s"))
 
 
 def parse_flops(text: object) -> float:
     """Return the FLOP/s that `text`, such as `312TFLOP/s` (int8: `624TOP/s`), stands for."""
-    return _parse(text, _FLOPS | _OPS, "a compute rate", "312TFLOP/s")
+    return float(_parse(text, _FLOPS | _OPS, "a compute rate", "312TFLOP/s"))
 
 
 def parse_time(text: object) -> float:
     """Return the seconds that `text`, such as `1us`, stands for."""
-    return _parse(text, _TIME, "a time", "1us")
+    return float(_parse(text, _TIME, "a time", "1us"))
 
 
 def parse_power(text: object) -> float:
     """Return the watts that `text`, such as `700W`, stands for."""
-    return _parse(text, _POWER, "a power", "700W")
+    return float(_parse(text, _POWER, "a power", "700W"))
 
 
 def parse_fraction(text: object) -> float:
     """Return the fraction that `text` (`80%`) or a plain number (0.8) stands for."""
     if isinstance(text, int | float) and not isinstance(text, bool):
         return float(text)
-    return _parse(text, _FRACTION, "a fraction", "80%")
+    return float(_parse(text, _FRACTION, "a fraction", "80%"))
 
 
 def format_bytes(value_bytes: float) -> str:
@@ -117,12 +117,12 @@ def _exact(value: float, table: Mapping[str, Decimal]) -> str:
     candidates = []
     for unit, scale in table.items():
         number = format((Decimal(repr(value)) / scale).normalize(), "f")
-        if float(Decimal(number) * scale) == value:
+        if type(value)(Decimal(number) * scale) == value:
             candidates.append(f"{number}{unit}")
     return min(candidates, key=len)
 
 
-def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) -> float:
+def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) -> Decimal:
     if isinstance(text, bool) or not isinstance(text, str):
         raise _no_unit(text, table, what, example)
     matched = _QUANTITY.fullmatch(text)
@@ -135,7 +135,7 @@ def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) 
         raise _no_unit(text, table, what, example)
     if unit not in table:
         raise _unknown_unit(text, unit, table, what)
-    return float(Decimal(number) * table[unit])
+    return Decimal(number) * table[unit]
 
 
 def _no_unit(text: object, table: Mapping[str, Decimal], what: str, example: str) -> UnitError:

@@ -11,16 +11,18 @@ from cost_models.cluster import ClusterSpec
 from cost_models.detect import recognise
 from cost_models.errors import ClusterError
 
-# The example of the contract, word for word.
+# The example of the contract.
 TWO_PODS = """
 version: 1
 name: two-pods
 devices:
   h100: {preset: h100-sxm-80gb}
-  a100: {memory: {capacity: 80GiB, bandwidth: 2039GB/s}, compute: {bf16: 312TFLOP/s, fp32: 19.5TFLOP/s}}   # dense figures
+  a100: {memory: {capacity: 80GiB, bandwidth: 2039GB/s}, compute: {bf16: 312TFLOP/s, fp32: 19.5TFLOP/s}}  # dense
 nodes:
-  dgx: {device: h100, count: 8, links: {bandwidth: 450GB/s, latency: 1us, topology: switch}, nic: {bandwidth: 3200Gbit/s, latency: 5us}}
-  old: {device: a100, count: 8, links: {bandwidth: 300GB/s, latency: 1.3us, topology: switch}, nic: {bandwidth: 800Gbit/s, latency: 5us}}
+  dgx: {device: h100, count: 8, links: {bandwidth: 450GB/s, latency: 1us, topology: switch},
+        nic: {bandwidth: 3200Gbit/s, latency: 5us}}
+  old: {device: a100, count: 8, links: {bandwidth: 300GB/s, latency: 1.3us, topology: switch},
+        nic: {bandwidth: 800Gbit/s, latency: 5us}}
 groups:                                  # order is rank order
   - {node: dgx, count: 4}
   - {node: old, count: 2}

@@ -134,9 +134,10 @@ PRESET_OF = {
     "H200": "dgx-h200",
     "A100": "dgx-a100-80gb",
 }
-# Mean absolute relative error that is allowed, by nodes of the row. Seen: 0.04 and 0.07 (see the final assertion's
-# message). Left out: rows of 4 nodes below 1 MiB, which took 3.2 ms for 64 KiB and 0.36 ms for 512 KiB.
-BAND = {1: 0.10, 2: 0.12, 4: 0.30}
+# Mean absolute relative error that is allowed, by nodes of the row; seen: 0.05, 0.07 and 0.14. The links of the
+# catalogue are fitted to these same rows, so this guards against slips and says nothing of other fabrics. Left out:
+# rows of 4 nodes below 1 MiB (3.2 ms for 64 KiB but 0.36 ms for 512 KiB) and hardware that the source does not name.
+BAND = {1: 0.08, 2: 0.10, 4: 0.20}
 
 
 def measured_rows():
