@@ -40,11 +40,17 @@ __all__ = [
     "TorchDynamoException",
     "TorchFunctionMode",
     "aot_export_joint_with_descriptors",
+    "allow_plain_beside_dtensor",
     "assign_attribute",
     "delete_attribute",
+    "direct_call",
+    "dtensor_of",
+    "dtensor_spec",
     "dynamo_capture",
     "dynamo_settings",
     "is_registered_node",
+    "keeps_graph",
+    "local_of",
     "pytree",
     "storage_key",
 ]
@@ -64,3 +70,40 @@ def is_registered_node(kind: type) -> bool:
 def storage_key(value: torch.Tensor) -> int:
     """Return a number that tensors share while they live if, and only if, they share memory; fake tensors have one."""
     return int(value.untyped_storage()._cdata)
+
+
+def keeps_graph() -> bool:
+    """Return whether the running backward pass was asked to retain the graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def direct_call(overload: Any) -> Any:
+    """Return what `overload(...)` ends up calling, without the Python frames between; other callables as they are."""
+    return overload._op if isinstance(overload, torch._ops.OpOverload) else overload
+
+
+def dtensor_spec(mesh: Any, placements: Any, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return the description of a DTensor that `dtensor_of` takes: made once, used at every step."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """Return the DTensor whose local shard is `local`; `DTensor.from_local` without its checks and its graph node."""
+    from torch.distributed.tensor import DTensor
+
+    made: torch.Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return made
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a DTensor as it is, without a graph node; a plain tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def allow_plain_beside_dtensor() -> None:
+    """Let operators take plain tensors beside DTensors, as replicated ones, from now on."""
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher._allow_implicit_replication = True

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.placement import Partial, Replicate, Shard
@@ -31,6 +32,10 @@ from autopar.ir.strategy import Inner, MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
 
 R = Replicate()
+
+# A busy machine is no reason to fail, and a run today finds what a run tomorrow finds.
+settings.register_profile("autopar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("autopar")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

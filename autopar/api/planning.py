@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -19,7 +19,7 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.plan import Alternative, Fingerprint, Plan, Solver, Warned, Workload
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
-from autopar.search.ilp import Limits, Solution, smallest_peak, solve
+from autopar.search.ilp import Ilp, Limits, Solution, smallest_peak, solve_program
 from autopar.search.meshes import Candidate, candidates
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import compose
@@ -52,6 +52,17 @@ class Solved:
     outcome: Outcome | None = None
     step_s: float = inf
     why_not: str = ""
+
+
+@dataclass
+class Waiting:
+    """One candidate mesh, priced and bounded."""
+
+    candidate: Candidate
+    links: Links
+    pricing: Pricing
+    program: Ilp
+    bound_s: float
 
 
 @dataclass
@@ -96,37 +107,59 @@ class Planner:
         return found
 
     def _solve_all(self, graph: Graph, meshes: Sequence[Candidate], wishes: Wishes, started: float) -> list[Solved]:
+        """Return every candidate as far as it was solved.
+
+        The relaxation of each is solved first, which costs little and bounds it; then the candidates are
+        solved in the order of their bounds, until the bound of the next is no better than the best plan.
+        """
+        waiting: list[Waiting] = []
         solved: list[Solved] = []
-        best = inf
         for number, candidate in enumerate(meshes):
-            left = self.options.time_limit - (time.monotonic() - started)
-            if left <= 0 and best < inf:
-                solved.append(
-                    Solved(candidate, Solution("time_limit", (), inf, 0.0), why_not="time limit reached before")
-                )
-                continue
-            one = self._solve(graph, candidate, wishes, best, max(left, 1.0))
-            solved.append(one)
-            best = min(best, one.step_s)
-            self.progress.update(best_s=best if best < inf else None, done=number + 1, total=len(meshes))
+            bounded = self._bound(graph, candidate, wishes, self._left(started))
+            (waiting if isinstance(bounded, Waiting) else solved).append(bounded)  # type: ignore[arg-type]
+            self.progress.update(done=number + 1, total=len(meshes))
+        waiting.sort(key=lambda each: each.bound_s)
+        self.progress.phase(f"solve {len(waiting)} of {len(meshes)} meshes, by bound")
+        best = inf
+        for number, one in enumerate(waiting):
+            found = self._solve(graph, one, best, self._left(started))
+            solved.append(found)
+            if found.step_s < best:
+                best = found.step_s
+            gap = max(0.0, 1.0 - one.bound_s / best) if best < inf else None
+            self.progress.update(best_s=best if best < inf else None, gap=gap, done=number + 1, total=len(waiting))
         return solved
 
-    def _solve(self, graph: Graph, candidate: Candidate, wishes: Wishes, cutoff_s: float, seconds: float) -> Solved:
+    def _left(self, started: float) -> float:
+        return self.options.time_limit - (time.monotonic() - started)
+
+    def _bound(self, graph: Graph, candidate: Candidate, wishes: Wishes, left: float) -> Waiting | Solved:
         try:
             links, pricing = self._price(graph, candidate, wishes)
         except (CostModelError, InfeasibleError) as error:
             return Solved(candidate, Solution("infeasible", (), inf, inf), why_not=str(error))
-        limits = Limits(self._budget, seconds, self.options.gap, self.options.seed, cutoff_s)
-        solution = solve(pricing.table, limits)
+        program = Ilp(pricing.table)
+        bound = program.relaxed_bound_s(Limits(self._budget, max(left, 0.1), seed=self.options.seed))
+        return Waiting(candidate, links, pricing, program, bound)
+
+    def _solve(self, graph: Graph, one: Waiting, best_s: float, left: float) -> Solved:
+        if one.bound_s >= best_s * (1.0 - self.options.gap):
+            why = f"at least {one.bound_s:.4g} s, the bound of its relaxation"
+            return Solved(one.candidate, Solution("cutoff", (), inf, one.bound_s), why_not=why)
+        if left <= 0 and best_s < inf:
+            why = "not solved within the time limit"
+            return Solved(one.candidate, Solution("time_limit", (), inf, one.bound_s), why_not=why)
+        limits = Limits(self._budget, max(left, 1.0), self.options.gap, self.options.seed, best_s)
+        solution = solve_program(one.program, limits)
         if not solution.options:
             why = {
                 "infeasible": "does not fit in memory",
                 "cutoff": "does not fit in memory, or is proven slower than the plan",
                 "time_limit": "no plan found within the time limit",
             }
-            return Solved(candidate, solution, why_not=why.get(solution.status, solution.status))
-        outcome = Outcome(graph, pricing, links, solution.options, self.options.optimizer)
-        return Solved(candidate, solution, outcome, timing(pricing.table, solution.options).step_s)
+            return Solved(one.candidate, solution, why_not=why.get(solution.status, solution.status))
+        outcome = Outcome(graph, one.pricing, one.links, solution.options, self.options.optimizer)
+        return Solved(one.candidate, solution, outcome, timing(one.pricing.table, solution.options).step_s)
 
     def _price(self, graph: Graph, candidate: Candidate, wishes: Wishes) -> tuple[Links, Pricing]:
         sizes = tuple(axis.size for axis in candidate)
@@ -225,7 +258,7 @@ def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:
 
 def _solver(best: Solved, solved: Sequence[Solved], seconds: float, options: PlanOptions) -> Solver:
     """Return the proof: no candidate can be faster than the least of their bounds."""
-    bounds = [one.solution.bound_s for one in solved if one.solution.status not in {"infeasible", "cutoff"}]
+    bounds = [one.solution.bound_s for one in solved if one.solution.status != "infeasible"]
     bound = min([best.step_s, *bounds])
     gap = (best.step_s - bound) / best.step_s if best.step_s else 0.0
     stopped = any(one.solution.status == "time_limit" for one in solved)
@@ -256,6 +289,3 @@ def _alternative(one: Solved, best: Solved) -> Alternative:
         peak_memory_bytes=one.outcome.memory().total,
         why_not=f"{slower:.1%} slower" if slower > 0 else "as fast, found later",
     )
-
-
-Degrees = Mapping[str, int]

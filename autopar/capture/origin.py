@@ -68,7 +68,8 @@ def _module_name(expression: str, prefix: str) -> str:
     path = expression.removeprefix("L['self']")
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
-    path = path.removeprefix(".")
+    # Bodies of custom autograd functions keep the name that export gives the traced root.
+    path = path.removeprefix(".").removeprefix("_export_root").removeprefix(".")
     return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path
 
 

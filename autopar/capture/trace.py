@@ -190,7 +190,13 @@ def _plain_outputs(graph: fx.GraphModule) -> ResultSpec:
 
 
 def _separate(results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the results, copied where memory is shared with a source that takes part in autograd, or another result."""
+    """Return the results, copied where memory is shared with a source that takes part in autograd, or another result.
+
+    Where the model returns a loss (differentiable scalars), other results are for reading: a gradient into
+    the logits of a language model would cost as much memory again, and be zero.
+    """
+    losses = [each for each in results if each.requires_grad and not each.ndim]
+    results = [each if not losses or not each.ndim else each.detach() for each in results]
     trained = {storage_key(each) for each in sources if each.requires_grad}
     untrained = {storage_key(each) for each in sources} - trained
     seen = set(trained)

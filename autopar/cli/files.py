@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,3 +23,19 @@ def write(text: str, output: Path | None) -> None:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}; choose another -o FILE") from error
+
+
+def require_writable(output: Path) -> None:
+    """Check that `output` can be written, before the work whose result goes there; its folder is made.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}; choose another -o FILE") from error
+    if output.is_dir():
+        raise UsageError(f"cannot write {output}: Is a directory; choose another -o FILE")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise UsageError(f"cannot write {output}: Permission denied; choose another -o FILE")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autopar.cli.files import require_writable
 from autopar.options import FIX_KEYS, FORBID_KEYS, OPTIMIZERS, PRECISIONS, PlanOptions
 
 
@@ -90,13 +91,16 @@ def plan(
 
 
 def _plan(model: str, cluster: str, options: PlanOptions, output: Path | None, as_json: bool) -> int:
+    saved = output is not None and str(output) != "-"
+    if output is not None and saved:
+        require_writable(output)
     from autopar import api
     from autopar.cli import INTERRUPTED
     from autopar.progress import Terminal
 
     with Terminal() as progress:
         found: Any = api.plan_reference(model, cluster, options, progress)
-    if output is not None and str(output) != "-":
+    if saved:
         found.save(output)
     if as_json or str(output) == "-":
         from autopar.ir.plan_json import to_json
@@ -106,7 +110,7 @@ def _plan(model: str, cluster: str, options: PlanOptions, output: Path | None, a
 
     print_table(found, sys.stderr)
     if found.solver.status == "interrupted":
-        kept = f"the best plan so far is in {output}" if output else "the best plan so far is above"
+        kept = f"the best plan so far is in {output}" if saved else "the best plan so far is above"
         print(f"autopar: interrupted; {kept}", file=sys.stderr)
         return INTERRUPTED
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -82,11 +83,17 @@ def environment(plan: Plan, path: Path, outer: Mapping[str, str]) -> dict[str, s
 
 
 def _wait(command: list[str], variables: dict[str, str]) -> int:
-    """Return the exit status of a command; an interrupt reaches it through the terminal, and it ends its ranks."""
+    """Return the exit status of a command.
+
+    An interrupt reaches it through the terminal and a request to end is handed on, so that it ends its ranks.
+    """
     with subprocess.Popen(command, env=variables) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             status = process.wait()
         except KeyboardInterrupt:
             process.wait()
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     return status if status >= 0 else 128 - status

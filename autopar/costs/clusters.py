@@ -36,51 +36,72 @@ class Cluster:
 
 def build(graph: Graph, choices: Mapping[str, Sequence[MeshStrategy]]) -> tuple[list[Cluster], dict[str, int]]:
     """Return the clusters, and for each representative operator the place of its cluster."""
-    producers = _single_producers(graph)
+    sources = _sources(graph)
     clusters: list[Cluster] = []
     home: dict[str, int] = {}
     for op in graph.ops:
         if graph.representative(op.name) != op.name:
             continue
-        leader = producers.get(op.name)
-        joined = leader is not None and leader in home and _join(graph, clusters[home[leader]], op, leader, choices)
-        if joined and leader is not None:
-            home[op.name] = home[leader]
+        place = _leader(op, sources, clusters, home)
+        if place is not None and _join(graph, clusters[place], op, place, home, choices[op.name]):
+            home[op.name] = place
             continue
         home[op.name] = len(clusters)
         clusters.append(Cluster([op.name], [(s,) for s in choices[op.name]], {op.name: 0}))
     return clusters, home
 
 
-def _single_producers(graph: Graph) -> dict[str, str]:
-    """Return, for each representative operator, the one representative that all its instances read, if they do."""
-    read: dict[str, set[str]] = {}
+def _sources(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """Return, for each representative operator, what each of its slots reads, if all its instances read the same.
+
+    Absent where instances read different representatives (the first of a stack of layers reads
+    the embedding), or the count of instances differs from that of what they read.
+    """
+    read: dict[str, list[set[str]]] = {}
     count: dict[str, int] = {}
     for op in graph.ops:
         rep = graph.representative(op.name)
         count[rep] = count.get(rep, 0) + 1
-        if op.kind == "call":
-            read.setdefault(rep, set()).update(graph.representative(ref.op) for ref in op.refs)
-    single = {rep: next(iter(found)) for rep, found in read.items() if len(found) == 1}
-    return {rep: leader for rep, leader in single.items() if count[rep] == count[leader] and rep != leader}
+        slots = read.setdefault(rep, [set() for _ in op.refs])
+        for slot, ref in zip(slots, op.refs, strict=True):
+            slot.add(graph.representative(ref.op))
+    found: dict[str, tuple[str, ...]] = {}
+    for rep, slots in read.items():
+        if slots and all(len(slot) == 1 for slot in slots):
+            found[rep] = tuple(next(iter(slot)) for slot in slots)
+    return {rep: names for rep, names in found.items() if all(count[n] in {1, count[rep]} for n in names)}
 
 
-def _join(graph: Graph, cluster: Cluster, op: Op, leader: str, choices: Mapping[str, Sequence[MeshStrategy]]) -> bool:
-    """Add `op` to its producer's cluster if it follows under every option; return whether it did."""
-    metas = [graph.meta(ref) for ref in op.refs]
-    made = [meta for meta in op.outputs if meta is not None]
-    moved_later = sum(meta.nbytes for meta in made)
-    if len(made) != 1 or moved_later > metas[0].nbytes or graph.by_name[leader].kind == "tangent":
+def _leader(
+    op: Op, sources: Mapping[str, tuple[str, ...]], clusters: list[Cluster], home: dict[str, int]
+) -> int | None:
+    """Return the one cluster with a choice that the operator reads, if there is just one."""
+    names = sources.get(op.name, ()) if op.kind == "call" else ()
+    if not names or any(name not in home for name in names):
+        return None
+    open_ = {home[name] for name in names if len(clusters[home[name]].options) > 1}
+    return open_.pop() if len(open_) == 1 else None
+
+
+def _join(
+    graph: Graph, cluster: Cluster, op: Op, place: int, home: Mapping[str, int], offered: Sequence[MeshStrategy]
+) -> bool:
+    """Add `op` to the cluster if it follows under every option; return whether it did."""
+    reps = [graph.representative(ref.op) for ref in op.refs]
+    slots = [slot for slot, rep in enumerate(reps) if home[rep] == place]
+    moved_now = max(graph.meta(op.refs[slot]).nbytes for slot in slots)
+    moved_later = sum(meta.nbytes for meta in op.outputs if meta is not None)
+    starts = {graph.by_name[reps[slot]].kind for slot in slots}
+    if moved_later > moved_now or "tangent" in starts or (starts == {"parameter"} and len(slots) < len(reps)):
         return False
     by_need: dict[object, list[MeshStrategy]] = {}
-    for strategy in choices[op.name]:
-        by_need.setdefault(strategy.inputs, []).append(strategy)
+    for strategy in offered:
+        by_need.setdefault(tuple(strategy.inputs[slot] for slot in slots), []).append(strategy)
     follows = []
     for option in range(len(cluster.options)):
-        outputs = cluster.strategy(leader, option).outputs
-        need = tuple(outputs[ref.index] for ref in op.refs)
+        need = tuple(cluster.strategy(reps[slot], option).outputs[op.refs[slot].index] for slot in slots)
         fitting = by_need.get(need, [])
-        if len(fitting) != 1:
+        if len({strategy.outputs for strategy in fitting}) != 1:
             return False
         follows.append(fitting[0])
     cluster.index[op.name] = len(cluster.members)

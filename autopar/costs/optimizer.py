@@ -34,4 +34,5 @@ def state_bytes(op: Op, layout: Layout, sizes: tuple[int, ...], optimizer: str) 
     """Return the bytes of the optimizer state of one parameter on one device."""
     meta = op.outputs[0]
     dtype = meta.dtype if meta is not None else "float32"
-    return float(memory.optimizer_state_bytes(local_numel(op, layout, sizes), optimizer, dtype))
+    per_element = memory.optimizer_state_bytes(optimizer, memory.DtypeOf(parameter=dtype, gradient=dtype, state=dtype))
+    return float(local_numel(op, layout, sizes) * per_element)

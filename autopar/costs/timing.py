@@ -38,6 +38,8 @@ def timing(table: CostTable, options: Sequence[int]) -> Timing:
         work += node.seconds[option]
     for group in table.groups:
         for pair in pairs(group, options):
+            if not np.isfinite(group.price_s[pair]):
+                return Timing(np.inf, np.inf, 0.0)
             hidden += group.counts * group.hidden_s[pair]
             work += group.counts * (group.price_s[pair] - group.hidden_s[pair])
     cut = table.forward_segments

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ _FIRST = ("format_version", "autopar_version")
 
 _LINE = 110
 """Columns up to which a list or object stays on one line."""
+
+_NUMBERED = re.compile(r"_\d+$")
+"""Ends the name of a second axis of one degree: `tp_2`."""
 
 _TOLERANCE = 1e-6
 """Relative; sums of floats, written with all their digits."""
@@ -148,12 +152,13 @@ def _mesh_inconsistencies(decisions: Decisions) -> Iterator[tuple[str, str]]:
     if product != mesh.world_size:
         shown = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
         yield "decisions.degrees", f"{shown} is {product} ranks, but the mesh ({mesh}) has {mesh.world_size}"
+    sizes: dict[str, int] = {}
     for axis in mesh.axes:
-        if degrees.get(axis.name, 1) != axis.size:
-            yield (
-                f"decisions.degrees.{axis.name}",
-                f"is {degrees.get(axis.name, 1)}, but the mesh has {axis.name}={axis.size}",
-            )
+        kind = _NUMBERED.sub("", axis.name)
+        sizes[kind] = sizes.get(kind, 1) * axis.size
+    for kind, size in sizes.items():
+        if degrees.get(kind, 1) != size:
+            yield f"decisions.degrees.{kind}", f"is {degrees.get(kind, 1)}, but the mesh has {kind}={size}"
     for i, each in enumerate(decisions.collectives):
         if each.axis not in mesh.names:
             yield f"decisions.collectives[{i}].axis", f"{each.axis!r} is no axis of the mesh ({mesh})"

@@ -95,7 +95,7 @@ def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, 
     for axis, (have, want) in enumerate(zip(now, after, strict=True)):
         if have == want:
             continue
-        kind = _kind_through_replicate(have, want)
+        kind = _kind_through_replicate(have, want, sizes[axis])
         target: Placement = want if kind == _kind_or_none(have, want) else Replicate()
         reached = (*now[:axis], target, *now[axis + 1 :])
         if is_valid(shape, reached, sizes):
@@ -115,11 +115,23 @@ def _kind_or_none(have: Placement, want: Placement) -> StepKind | None:
         return None
 
 
-def _kind_through_replicate(have: Placement, want: Placement) -> StepKind:
-    """Return the step to take now: the direct one, or for a shard that becomes a partial, the gather before it."""
-    if isinstance(have, Shard) and isinstance(want, Partial):
+def _kind_through_replicate(have: Placement, want: Placement, size: int) -> StepKind:
+    """Return the step to take now: the direct one, or the gather before it.
+
+    A shard is gathered first where it becomes a partial, or a shard of a digit that overlaps
+    its own: ranks would then exchange blocks of unequal size.
+    """
+    if isinstance(have, Shard) and (isinstance(want, Partial) or _overlap(have, want, size)):
         return "all_gather"
     return _kind(have, want)
+
+
+def _overlap(have: Shard, want: Placement, size: int) -> bool:
+    """Return whether both split one dimension, and neither digit lies within the other's runs."""
+    if not isinstance(want, Shard) or have.dim != want.dim:
+        return False
+    inner, outer = max(have.outer, want.outer), min(have.outer, want.outer)
+    return bool(inner % (outer * size))
 
 
 def is_reachable(before: Layout, after: Layout) -> bool:

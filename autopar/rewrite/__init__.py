@@ -1,1 +1,80 @@
-"""autopar: see docs/architecture.md."""
+"""From the captured program and the plan's decisions to one rank's forward and backward programs.
+
+    programs = rewrite(captured.joint, captured.graph, plan.decisions, rank)
+
+Nothing is decided here: layouts are the plan's, the collectives between them
+`ir.reshard`'s. The passes are those of the two tuples below, in order.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.ir.graph import Graph, Ref
+from autopar.ir.placement import Layout
+from autopar.ir.plan import Decisions
+from autopar.ir.squeeze import squeeze
+from autopar.rewrite.emitted import emitted
+from autopar.rewrite.partition import partition
+from autopar.rewrite.passes import Applied, Pass, run_passes
+from autopar.rewrite.programs import Emitted, Programs, RewriteError, Saved, Value
+from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
+from autopar.rewrite.shapes import propagate
+from autopar.rewrite.simplify import DropIdentities, MergeEqualViews, ViewWhatCanBeViewed
+from autopar.rewrite.spmd import Localiser
+
+__all__ = ["Applied", "Emitted", "Programs", "RewriteError", "Saved", "Value", "rewrite"]
+
+_LOCAL: tuple[Pass, ...] = (
+    DropIdentities(),
+    ViewWhatCanBeViewed(),
+    MergeEqualViews(),
+)
+"""On the whole local program."""
+
+_PHASE: tuple[Pass, ...] = (
+    IssueEarly(),
+    SinkWaits(),
+    PrefetchGathers(ahead_bytes=64 << 20),
+)
+"""On forward and on backward, each by itself."""
+
+
+def rewrite(joint: fx.GraphModule, graph: Graph, decisions: Decisions, rank: int) -> Programs:
+    """Return the programs of `rank` under the plan's decisions.
+
+    Raises:
+        RewriteError: an operator does not fit the layouts that the plan gives it.
+    """
+    decisions = squeeze(decisions)
+    localiser = Localiser(joint, graph, decisions, rank)
+    gm = localiser.run()
+    gm.graph.lint()
+    names = {op.name: op.where for op in graph.ops}
+    propagate(gm, names, by="localise")
+    applied = list(run_passes(gm, _LOCAL))
+    cut = partition(gm, graph)
+    for phase in (cut.forward, cut.backward):
+        if phase is not None:
+            applied += run_passes(phase, _PHASE)
+    axes = {axis.name for axis in decisions.mesh.axes}
+    issued = [*emitted(cut.forward, axes), *(emitted(cut.backward, axes) if cut.backward is not None else ())]
+
+    def value(name: str, ref: Ref | None, layout: Layout | None = None) -> Value:
+        if ref is None:
+            return Value(name, None, ())
+        return Value(name, graph.meta(ref), localiser.layout(ref) if layout is None else layout)
+
+    results = graph.outputs
+    return Programs(
+        forward=cut.forward,
+        backward=cut.backward,
+        inputs=tuple(value(op.name, Ref(op.name)) for op in graph.ops if op.kind not in {"call", "tangent"}),
+        outputs=tuple(value(o.name, o.ref, decisions.outputs.get(o.name)) for o in results if o.kind == "output"),
+        mutations=tuple(value(o.name, Ref(o.name)) for o in results if o.kind == "mutation"),
+        saved=cut.saved,
+        tangents=tuple(value(op.name, Ref(op.name)) for op in graph.ops if op.kind == "tangent"),
+        gradients=tuple(value(o.name, o.ref and Ref(o.name)) for o in results if o.kind == "gradient"),
+        emitted=tuple(issued),
+        applied=tuple(str(each) for each in applied if each.changes),
+    )

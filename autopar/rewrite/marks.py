@@ -51,4 +51,4 @@ def mark(node: fx.Node) -> Mark:
 
 def role(node: fx.Node) -> Role:
     """Return what a node is there for."""
-    return mark(node).role
+    return "operator" if node.op == "placeholder" else mark(node).role

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -44,16 +44,18 @@ def partition(gm: fx.GraphModule, graph: Graph) -> Cut:
     forward = {node for node in needed if node in early or _is_forward(node, tangents)}
     forward |= {node for node in placeholders if node.name not in tangents}
     backward = [node for node in gm.graph.nodes if node in needed and node not in forward and node.op != "placeholder"]
-    crossing = _crossing(backward, gradients, forward)
-    crossing = _own_memory(gm.graph, crossing, starts)
+    mutated = {each.name for each in graph.outputs if each.kind == "mutation"}
+    crossing = _own_memory(gm.graph, _crossing(backward, gradients, forward), starts, mutated)
     forward |= set(crossing)
+    gradients = _own_gradients(gm.graph, gradients)
+    backward += [node for node in gradients if node is not None and node not in forward and node not in backward]
     user = [node for node, kind in zip(results, kinds, strict=True) if kind == "output"]
     saved, extra = _find(crossing, starts, user)
     first = _build(gm, [n for n in gm.graph.nodes if n in forward and n.op != "placeholder"], starts, [*visible, *extra])
     if not any(kind == "gradient" for kind in kinds):
         return Cut(first, None, ())
     late = [node for node in placeholders if node.name in tangents]
-    second = _build(gm, backward, [*crossing, *late], gradients)
+    second = _build(gm, backward, [*crossing, *late], gradients, late)
     return Cut(first, second, saved)
 
 
@@ -85,22 +87,41 @@ def _crossing(
     return [node for node in read if node.op != "get_attr"]
 
 
-def _own_memory(graph: fx.Graph, crossing: Sequence[fx.Node], starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy each saved slice that a redistribution cut from a larger value which nothing else keeps alive."""
-    held = {storage_key(node.meta["val"]) for node in starts}
-    held |= {
-        storage_key(node.meta["val"]) for node in crossing if isinstance(node.meta["val"], torch.Tensor) and not _is_cut(node)
-    }
+def _own_memory(
+    graph: fx.Graph, crossing: Sequence[fx.Node], starts: Sequence[fx.Node], mutated: Collection[str]
+) -> list[fx.Node]:
+    """Copy what would else be saved as part of something larger, or be overwritten before backward reads it.
+
+    The former is a slice that a redistribution cut from a value which nothing else keeps
+    alive, the latter a buffer that this step gives a new value.
+    """
+    tensors = [node for node in crossing if isinstance(node.meta["val"], torch.Tensor)]
+    held = {storage_key(node.meta["val"]) for node in [*starts, *(each for each in tensors if not _is_cut(each))]}
     kept = []
     for node in crossing:
-        if _is_cut(node) and storage_key(node.meta["val"]) not in held:
-            with graph.inserting_after(node):
-                copy = graph.call_function(_CLONE, (node,), {"memory_format": torch.contiguous_format})
-            copy.meta = {**node.meta, "val": torch.empty_like(node.meta["val"])}
-            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)  # type: ignore[misc]
+        overwritten = node in starts and node.name in mutated
+        if overwritten or (_is_cut(node) and storage_key(node.meta["val"]) not in held):
+            copy = _copy(graph, node)
+            readers = [user for user in node.users if user is not copy and mark(user).phase == "backward"]
+            for user in readers if overwritten else [user for user in node.users if user is not copy]:
+                user.replace_input_with(node, copy)
             node = copy
         kept.append(node)
     return kept
+
+
+def _own_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+    """Copy each gradient that a redistribution cut from a larger one, which would else stay alive with it."""
+    return [_copy(graph, node) if node is not None and _is_cut(node) else node for node in gradients]
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return a new node behind `node` that copies it, or behind all placeholders if it is one."""
+    behind = node if node.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(behind):
+        copy = graph.call_function(_CLONE, (node,), {"memory_format": torch.contiguous_format})
+    copy.meta = {**node.meta, "val": torch.empty_like(node.meta["val"]), "autopar": replace(mark(node), role="move")}
+    return copy
 
 
 def _is_cut(node: fx.Node) -> bool:
@@ -130,13 +151,14 @@ def _build(
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     results: Sequence[fx.Node | None],
+    tangents: Sequence[fx.Node] = (),
 ) -> fx.GraphModule:
     """Return the program of `nodes` that reads `inputs`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
+        copies[node].meta = {**node.meta, "tangent": node in tangents}
     for node in [each for each in nodes if each.op != "get_attr"]:
         for each in node.all_input_nodes:
             if each.op == "get_attr" and each not in copies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ from torch import fx
 from autopar.ir.graph import Phase
 from autopar.ir.placement import Layout
 from autopar.ir.tensor import TensorMeta
+from autopar.rewrite.absent import without_tangents
 
 
 class RewriteError(RuntimeError):
@@ -80,3 +82,9 @@ class Programs:
     emitted: tuple[Emitted, ...]
     applied: tuple[str, ...] = ()
     """Passes that acted, with how often."""
+
+    def backward_without(self, absent: Collection[str]) -> fx.GraphModule | None:
+        """Return backward for a step in which the tangents of these names are zero, with the same placeholders."""
+        if self.backward is None or not absent:
+            return self.backward
+        return without_tangents(self.backward, absent)

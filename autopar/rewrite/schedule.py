@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.rewrite.marks import mark, role
+from autopar.rewrite.marks import COLLECTIVES, mark, role
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +22,19 @@ class IssueEarly:
         mm(a, b)  reduce  mm(c, d)  wait  add(reduced, e)
 
     Gathers stay where they are first read: they make memory, so `PrefetchGathers` says when they are issued.
+    A gradient's own slice is cut at once, so that the rest of it is freed.
     """
 
     def __call__(self, gm: fx.GraphModule) -> int:
         moved = 0
-        position = {node: i for i, node in enumerate(gm.graph.nodes)}
-        for node in list(gm.graph.nodes):
-            prepares = role(node) == "move" and any(role(user) in {"move", "start"} for user in node.users)
-            if not (role(node) == "start" or prepares) or _leads_to_gather(node):
-                continue
-            if any(each.op == "placeholder" for each in node.all_input_nodes):
-                continue
-            latest = max(node.all_input_nodes, key=position.__getitem__)
-            if latest.next is not node:
-                latest.append(node)
-                moved += 1
-            # Behind `latest`, before whatever followed it.
-            position[node] = position[latest]
+        for start in list(gm.graph.nodes):
+            cut = role(start) == "move" and mark(start).gradient and not _follows_wait(start)
+            reduction = role(start) == "start" and COLLECTIVES[start.target] != "all_gather"
+            for node in _preparation(start) if cut or reduction else ():
+                latest = max(node.all_input_nodes)
+                if latest.op != "placeholder" and latest.next is not node:
+                    latest.append(node)
+                    moved += 1
         return moved
 
 
@@ -56,72 +52,83 @@ class SinkWaits:
 
     def __call__(self, gm: fx.GraphModule) -> int:
         moved = 0
-        position = {node: i for i, node in enumerate(gm.graph.nodes)}
         for node in reversed(list(gm.graph.nodes)):
             if not (role(node) == "wait" or (role(node) == "move" and _follows_wait(node))) or not node.users:
                 continue
-            first_use = min(node.users, key=position.__getitem__)
+            first_use = min(node.users)
             if first_use is not node.next:
                 first_use.prepend(node)
                 moved += 1
-            position[node] = position[first_use]
         return moved
-
-
-def _leads_to_gather(node: fx.Node) -> bool:
-    """Return whether the collective that `node` issues or prepares makes a larger tensor."""
-    while role(node) != "start":
-        following = [user for user in node.users if role(user) in {"move", "start"}]
-        if not following:
-            return True
-        node = following[0]
-    return "all_gather" in str(node.target)
-
-
-def _follows_wait(node: fx.Node) -> bool:
-    while role(node) == "move":
-        node = node.all_input_nodes[0]
-    return role(node) == "wait"
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchGathers:
-    """Issue each gather of a parameter `ahead` bytes of gathered parameters before its first use.
+    """Issue gathers of parameters before the use of those gathered before them, up to `ahead_bytes` early.
 
-        gather1 use1 gather2 use2 gather3 use3
-    becomes, with room for one ahead,
-        gather1 gather2 use1 gather3 use2 use3
+        gather1 wait1 use1 gather2 wait2 use2 gather3 wait3 use3
+    becomes, with room for one,
+        gather1 gather2 wait1 use1 gather3 wait2 use2 wait3 use3
 
-    At least the next gather is issued ahead, so that it runs behind what the one before is used for.
+    At least the next gather is issued early, so that it runs behind the use of the one before.
     """
 
     ahead_bytes: int
 
     def __call__(self, gm: fx.GraphModule) -> int:
-        gathers = [
-            node for node in gm.graph.nodes if role(node) == "start" and mark(node).gathers_parameter
-            and "all_gather" in str(node.target)
-        ]  # fmt: skip
-        if not gathers:
-            return 0
-        position = {node: i for i, node in enumerate(gm.graph.nodes)}
+        units = _units([n for n in gm.graph.nodes if role(n) == "start" and mark(n).gathers_parameter])
+        held = [max(start.meta["val"].nbytes for start in unit) for unit in units]
         moved = 0
-        for index in range(1, len(gathers)):
-            target, ahead = index - 1, 0
-            while target > 0:
-                ahead += gathers[target].meta["val"].nbytes
-                if ahead + gathers[index].meta["val"].nbytes > self.ahead_bytes:
-                    break
+        for index in range(1, len(units)):
+            target, ahead = index - 1, held[index] + held[index - 1]
+            while target > 0 and ahead + held[target - 1] <= self.ahead_bytes:
                 target -= 1
-            anchor = _chain_start(gathers[target])
-            moved += _move_before(gathers[index], anchor, position)
+                ahead += held[target]
+            for stage, start in enumerate(reversed(units[index])):
+                # Over several axes: the inner gather waits for the outer one, which is issued earlier still.
+                wait = min(units[max(target - stage, 0)][-1].users)
+                for node in _preparation(start):
+                    if wait < node and all(each < wait for each in node.all_input_nodes):
+                        wait.prepend(node)
+                        moved += 1
         return moved
 
 
-def _chain_start(node: fx.Node) -> fx.Node:
-    return node
+def _units(starts: list[fx.Node]) -> list[list[fx.Node]]:
+    """Return the gathers of each parameter, in the order in which they depend on each other."""
+    units: list[list[fx.Node]] = []
+    for start in starts:
+        before = next((each for each in _reached(start) if role(each) == "start"), None)
+        unit = next((unit for unit in units if before is not None and unit[-1] is before), None)
+        if unit is not None:
+            unit.append(start)
+        else:
+            units.append([start])
+    return units
 
 
-def _move_before(node: fx.Node, anchor: fx.Node, position: dict[fx.Node, int]) -> int:
-    del node, anchor, position
-    return 0
+def _reached(start: fx.Node) -> list[fx.Node]:
+    """Return the nodes behind a gather of a parameter, up to the gather before it."""
+    found = [start]
+    for node in found:
+        if node is start or role(node) != "start":
+            found += [each for each in node.all_input_nodes if each not in found]
+    return found[1:]
+
+
+def _preparation(start: fx.Node) -> list[fx.Node]:
+    """Return the copies, of parameters also the views and casts, that lead to a collective, and itself, in order."""
+    found = [start]
+    for node in found:
+        for each in node.all_input_nodes:
+            own = role(each) == "move" or (mark(start).gathers_parameter and each.op == "call_function")
+            if own and role(each) not in {"wait", "start"} and not _follows_wait(each) and each not in found:
+                found.append(each)
+    return sorted(found)
+
+
+def _follows_wait(node: fx.Node) -> bool:
+    """Return whether a local copy belongs to the collective before it."""
+    while role(node) == "move" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return role(node) == "wait"

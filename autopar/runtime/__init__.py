@@ -1,1 +1,18 @@
-"""autopar: see docs/architecture.md."""
+"""Programs on ranks: process groups, parameters as DTensors, and the module that runs a step.
+
+    ranks = Ranks.join("cpu")                       # torchrun, an existing process group, or alone
+    plan = ranks.from_first(plan_text)              # every rank gets rank 0's
+    ranks.agree("captured program", graph.fingerprint)
+    runner = Runner(decisions, ranks, program_for)  # program_for(training, grad, args, kwargs) -> Program
+    model = compiled(model, runner)
+
+What can fail on one rank only (capture, planning) belongs in `with ranks.together("capture the model"):`,
+so that all ranks stop when one does.
+"""
+
+from autopar.runtime.module import ProgramFor, Runner, compiled
+from autopar.runtime.parameters import InitFn
+from autopar.runtime.program import Program
+from autopar.runtime.ranks import Groups, Ranks
+
+__all__ = ["Groups", "InitFn", "Program", "ProgramFor", "Ranks", "Runner", "compiled"]

@@ -19,8 +19,8 @@ points of the program only; points are added until none is violated.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import highspy
@@ -219,14 +219,21 @@ class Ilp:
             pairs = {pair: column for pair, column in self._pairs[group].items() if held[pair]}
             model.put(number, list(pairs.values()), [float(held[pair]) * scale for pair in pairs])
 
-    def solve(self, limits: Limits, *, forbidden: Mapping[int, Sequence[int]] | None = None) -> Solution:
-        """Return the fastest assignment that this program admits; `forbidden` options of nodes are left out."""
+    def solve(self, limits: Limits) -> Solution:
+        """Return the fastest assignment that this program admits."""
         solver = self._solver(limits)
-        for node, options in (forbidden or {}).items():
-            for option in options:
-                solver.changeColBounds(self._x[node] + option, 0.0, 0.0)
         solver.run()
         return self._read(solver, limits)
+
+    def relaxed_bound_s(self, limits: Limits) -> float:
+        """Return a bound that no assignment beats, from the relaxation alone: 0 if even that takes too long."""
+        solver = self._solver(limits)
+        solver.setOptionValue("solve_relaxation", True)
+        solver.run()
+        if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return np.inf
+        solved = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        return float(solver.getInfo().objective_function_value) if solved else 0.0
 
     def _solver(self, limits: Limits) -> Any:
         model = self._model
@@ -264,7 +271,8 @@ class Ilp:
         if not found:
             stopped = status == highspy.HighsModelStatus.kTimeLimit
             nothing: Status = "time_limit" if stopped else "cutoff" if np.isfinite(limits.cutoff_s) else "infeasible"
-            return Solution(nothing, (), np.inf, bound if np.isfinite(bound) else 0.0)
+            proven = limits.cutoff_s if nothing == "cutoff" else bound
+            return Solution(nothing, (), np.inf, proven if np.isfinite(proven) else 0.0)
         values = np.array(solver.getSolution().col_value)
         options = tuple(
             int(np.argmax(values[first : first + node.options]))
@@ -315,16 +323,19 @@ def smallest_peak(table: CostTable, limits: Limits) -> Solution:
         program.add_memory_row(table.memory_row(at), limits.memory_bytes, peak)
 
 
-def solve(table: CostTable, limits: Limits, forbidden: Mapping[int, Sequence[int]] | None = None) -> Solution:
+def solve(table: CostTable, limits: Limits) -> Solution:
     """Return the fastest assignment that fits in memory at every moment, its bound, and how the solve ended."""
+    return solve_program(Ilp(table), limits)
+
+
+def solve_program(program: Ilp, limits: Limits) -> Solution:
+    """Return what `solve` returns, for a program already built."""
     started = time.monotonic()
-    program = Ilp(table)
+    table = program.table
     seen: set[int] = set()
     while True:
         left = limits.seconds - (time.monotonic() - started)
-        found = program.solve(
-            Limits(limits.memory_bytes, left, limits.gap, limits.seed, limits.cutoff_s), forbidden=forbidden
-        )
+        found = program.solve(replace(limits, seconds=left))
         if not found.options:
             return found
         curve = memory_curve(table, found.options, program.copies(found.options))

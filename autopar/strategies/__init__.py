@@ -1,1 +1,5 @@
-"""autopar: see docs/architecture.md."""
+"""Which placements an operator admits, one mesh axis at a time; `compose` takes the product over axes."""
+
+from autopar.strategies.axis import AxisStrategies, axis_strategies, fits
+
+__all__ = ["AxisStrategies", "axis_strategies", "fits"]

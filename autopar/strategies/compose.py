@@ -28,6 +28,10 @@ Enumerate = Callable[[Op, tuple[TensorMeta, ...], int, Hints], tuple[tuple[Strat
 """`axis_strategies`: strategies of an operator on one axis, replicated first, and whether a rule exists."""
 
 
+_SMALL_BYTES = 1 << 20
+"""Values up to this size that depend on nothing trained are computed whole on every rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class AxisSpec:
     """What the search wants of one mesh axis."""
@@ -59,16 +63,36 @@ def compose(graph: Graph, axes: Sequence[AxisSpec], enumerate_axis: Enumerate) -
             unknown.update(missing)
             shared[axis] = found
         per_axis.append(shared[axis])
+    settled = _small_tables(graph)
     products: dict[tuple[object, ...], tuple[MeshStrategy, ...]] = {}
     of: dict[str, tuple[MeshStrategy, ...]] = {}
     for op in reps:
         metas = tuple(graph.meta(ref) for ref in op.refs)
-        options = tuple(found[op.name] for found in per_axis)
+        options = tuple(found[op.name][:1] if op.name in settled else found[op.name] for found in per_axis)
         key = (metas, op.outputs, options)
         if key not in products:
             products[key] = _product(options, metas, op.outputs, sizes)
         of[op.name] = products[key]
     return Choices(of, tuple(unknown.values()))
+
+
+def _small_tables(graph: Graph) -> frozenset[str]:
+    """Return operators that make small tables of positions, masks and the like from no trained or floating value.
+
+    They run whole on every rank: that costs nothing worth deciding, and a slice of them nothing at all.
+    """
+    found: set[str] = set()
+    for op in graph.ops:
+        small = all(meta is None or meta.nbytes <= _SMALL_BYTES for meta in op.outputs)
+        inert = op.kind in {"constant", "buffer"} or (op.kind == "input" and not _is_floating(op))
+        settled = op.kind == "call" and small and all(ref.op in found for ref in op.refs)
+        if inert or settled:
+            found.add(op.name)
+    return frozenset(name for name in found if graph.by_name[name].kind == "call")
+
+
+def _is_floating(op: Op) -> bool:
+    return any(meta is not None and meta.is_floating for meta in op.outputs)
 
 
 def _on_axis(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,6 +146,8 @@ WRONG = [
     (["plan", "zoo:mlp", "-c", "cpu:4", "--fix", "pt=2"], "--fix pt: unknown key 'pt' (did you mean 'tp'?)"),
     (["plan", "zoo:mlp", "-c", "cpu:4", "--fix", "tp=2", "--forbid", "tp"], "--fix tp=2 and --forbid tp contradict"),
     (["plan", "zoo:mlp", "-c", "cpu:4", "--constraint", "w@tp"], "--constraint 'w@tp': does not read as a constraint"),
+    (["plan", "zoo:mlp", "-c", "cpu:4", "-o", "train.py/x.json"], "cannot write train.py/x.json: "),
+    (["plan", "zoo:mlp", "-c", "cpu:4", "-o", "."], "cannot write .: Is a directory; choose another -o FILE"),
     (["show", "none.json"], "cannot read the plan none.json: No such file or directory"),
     (["show", "."], "cannot read the plan .: Is a directory"),
     (["show", "truncated.json"], "truncated.json is cut short: it ends within the JSON text, in line"),
@@ -312,3 +316,15 @@ def test_run_hands_over_the_plan_and_returns_the_status_of_the_script(
     assert main(["run", "plan.json", "--", "train.py", "--steps", "0"]) == 0
     assert capfd.readouterr().out == f"{saved / 'plan.json'} ['--steps', '0']\n"
     assert main(["run", "plan.json", "--", "train.py", "--steps", "3"]) == 3
+
+
+def test_ending_run_ends_what_it_launched(saved: Path):
+    sleeper = "import time; print(1, flush=True); time.sleep(60)"
+    code = f"import sys; from autopar.cli.run import _wait; sys.exit(_wait([sys.executable, '-c', {sleeper!r}], {{}}))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as outer:
+        assert outer.stdout is not None
+        assert outer.stdout.readline() == "1\n"
+        outer.terminate()
+
+        assert outer.stdout.read() == ""  # end of file: nobody holds the pipe any more
+        assert outer.wait() == 128 + signal.SIGTERM

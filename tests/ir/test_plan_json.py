@@ -169,6 +169,14 @@ def test_a_plan_file_bears_the_contracts_field_names(small_plan: Plan):
     }
 
 
+def test_one_degree_may_take_several_axes(small_plan: Plan):
+    decided = small_plan.decisions
+    axes = (Axis("tp", 2, "pod"), Axis("tp_2", 4, "node"))
+    plan = replace(small_plan, decisions=replace(decided, mesh=Mesh(axes), degrees={"tp": 8, "pp": 1}, collectives=()))
+
+    assert plan_json.from_json(plan_json.to_json(plan)) == plan
+
+
 def test_saving_replaces_a_file_whole_and_leaves_nothing_beside_it(small_plan: Plan, tmp_path: Path):
     path = tmp_path / "new" / "plan.json"
 

@@ -1,0 +1,129 @@
+"""The public functions, composed of the stages: capture, strategies, costs, search; rewrite and runtime for `compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.api.planning import Planner, Program
+from autopar.capture import Captured, capture
+from autopar.errors import UsageError
+from autopar.ir.plan import Plan
+from autopar.options import PlanOptions
+from autopar.progress import Progress, Silent
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import CostModelError
+
+__all__ = ["compile", "plan", "plan_captured", "plan_reference", "read_cluster"]
+
+Cluster = ClusterSpec | str | Path
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def plan(
+    model: torch.nn.Module,
+    cluster: Cluster | None = None,
+    *,
+    example_inputs: tuple[Any, ...] | dict[str, Any],
+    cluster_spec: Cluster | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Plan:
+    """Return the best plan found for training `model` on `cluster`, without running or allocating anything.
+
+    `example_inputs` is the global batch, positional (tuple) or keyword (dict); the model may be on meta. Options
+    are the flags of `autopar plan` with underscores (`fix={"tp": 8}`, `precision="bf16"`, ...).
+
+    Raises:
+        AutoparError: what a user can cause, each kind its own subclass.
+    """
+    parsed = PlanOptions.parse(**options)
+    spec = read_cluster(cluster, cluster_spec)
+    told = progress or Silent()
+    told.phase("capture")
+    captured = captured_for(model, example_inputs, parsed.precision)
+    _check_batch(captured, parsed)
+    return plan_captured(captured, type(model).__name__, spec, parsed, told)
+
+
+def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Progress) -> Plan:
+    """Return the best plan for the model and cluster that two references name, as on the command line."""
+    from autopar.models import resolve  # only references need transformers' and the zoo's modules
+
+    spec = read_cluster(cluster)
+    progress.phase("model")
+    found = resolve(model, batch=options.batch, seq=options.seq, overrides=dict(options.set))
+    progress.phase("capture")
+    captured = captured_for(found.model, found.example_inputs, options.precision)
+    _check_batch(captured, options)
+    return plan_captured(captured, found.name, spec, options, progress, tokens_per_step=found.tokens_per_step)
+
+
+def captured_for(model: torch.nn.Module, example_inputs: Any, precision: str, **how: bool) -> Captured:
+    """Return the program of a model under a precision policy (autocast, parameters stay as they are)."""
+    with _precision(precision):
+        return capture(model, example_inputs, **how)
+
+
+def plan_captured(
+    captured: Captured,
+    name: str,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    progress: Progress,
+    *,
+    tokens_per_step: int | None = None,
+) -> Plan:
+    """Return the best plan for a captured program."""
+    program = Program(captured.graph, name, torch.__version__.partition("+")[0], tokens_per_step)
+    return Planner(program, cluster, options, progress).plan()
+
+
+def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -> ClusterSpec:
+    """Return the cluster that a specification, path, preset or shorthand names.
+
+    Raises:
+        UsageError: none is given, two are, or it cannot be read.
+    """
+    if cluster is not None and cluster_spec is not None:
+        raise UsageError("cluster and cluster_spec are one parameter under two names; give one of them")
+    given = cluster if cluster is not None else cluster_spec
+    if given is None:
+        raise UsageError('no cluster given: pass a ClusterSpec, a YAML path or a shorthand such as "cpu:4"')
+    if isinstance(given, ClusterSpec):
+        return given
+    try:
+        return ClusterSpec.parse(str(given))
+    except CostModelError as error:
+        raise UsageError(str(error)) from None
+
+
+@contextmanager
+def _precision(precision: str) -> Iterator[None]:
+    dtype = _AUTOCAST.get(precision)
+    if dtype is None:
+        yield
+        return
+    with torch.autocast("cpu", dtype=dtype):
+        yield
+
+
+def _check_batch(captured: Captured, options: PlanOptions) -> None:
+    batch = captured.graph.batch_size
+    if options.batch is not None and batch and options.batch != batch:
+        raise UsageError(
+            f"the example inputs have a batch of {batch}, but batch={options.batch} was asked for; give example "
+            f"inputs of {options.batch} samples, or leave batch out"
+        )
+
+
+def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001  the contract's name
+    """Return the model as a sharded program; see `autopar.api.compiling`."""
+    from autopar.api.compiling import compile_model
+
+    return compile_model(*args, **kwargs)

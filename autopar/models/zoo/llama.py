@@ -1,0 +1,193 @@
+"""Llama, and Mixtral as Llama with experts: rotary positions, RMS normalisation, grouped-query attention, SwiGLU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.models.zoo.parts import token_loss, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSettings:
+    """Sizes of a Llama; with `experts`, its feed-forward is a mixture of that many."""
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    intermediate: int = 14336
+    vocab: int = 128256
+    rope_theta: float = 500000.0
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 2
+    capacity_factor: float = 1.25
+    """Room that each expert has for the tokens of a sequence, over an even share; what exceeds it is dropped."""
+
+    sequence: int = 8192
+    """Sequence length where none is asked for; rotary positions set no limit."""
+
+    default_batch = 8
+
+    @property
+    def default_seq(self) -> int:
+        """Return the sequence length where none is asked for."""
+        return self.sequence
+
+    def model(self) -> nn.Module:
+        """Return the model."""
+        return Llama(self)
+
+    def inputs(self, batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return token ids and labels [batch, seq]."""
+        return tokens(self.vocab, batch, seq), tokens(self.vocab, batch, seq)
+
+
+def rotary(seq: int, size: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines [s, d] of the rotation of each pair of features at each position."""
+    exponent = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+    angle = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), theta**-exponent)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return heads [b, h, s, d] rotated by their positions."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal attention in which groups of query heads share a key and a value head."""
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = settings.heads, settings.kv_heads
+        self.size = settings.hidden // settings.heads
+        self.q = nn.Linear(settings.hidden, settings.heads * self.size, bias=False)
+        self.k = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
+        self.v = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
+        self.out = nn.Linear(settings.heads * self.size, settings.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return [b, s, e] for [b, s, e]."""
+        b, s, _ = x.shape
+        q = rotate(self.q(x).view(b, s, self.heads, self.size).transpose(1, 2), cos, sin)
+        k = rotate(self.k(x).view(b, s, self.kv_heads, self.size).transpose(1, 2), cos, sin)
+        v = self.v(x).view(b, s, self.kv_heads, self.size).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, self._spread(k), self._spread(v), is_causal=True)
+        out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, self.heads * self.size))
+        return out
+
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Return key or value heads, each once for every query head of its group."""
+        if self.heads == self.kv_heads:
+            return x
+        b, h, s, d = x.shape
+        return x[:, :, None].expand(b, h, self.heads // h, s, d).reshape(b, self.heads, s, d)
+
+
+class SwiGlu(nn.Module):
+    """The gated feed-forward."""
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        super().__init__()
+        self.gate = nn.Linear(settings.hidden, settings.intermediate, bias=False)
+        self.up = nn.Linear(settings.hidden, settings.intermediate, bias=False)
+        self.down = nn.Linear(settings.intermediate, settings.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [b, s, e] for [b, s, e]."""
+        out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Experts(nn.Module):
+    """A mixture of gated feed-forwards: each token goes to the few that its router likes best.
+
+    Every sequence routes by itself into a buffer of fixed room for each expert, so that all shapes are static, the
+    batch splits without communication, and the experts are one batched product. Shapes: n experts, c room.
+    """
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        super().__init__()
+        n, e, f = settings.experts, settings.hidden, settings.intermediate
+        self.chosen = settings.experts_per_token
+        self.factor = settings.capacity_factor
+        self.router = nn.Linear(e, n, bias=False)
+        self.gate = nn.Parameter(torch.empty(n, e, f))
+        self.up = nn.Parameter(torch.empty(n, e, f))
+        self.down = nn.Parameter(torch.empty(n, f, e))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights as `nn.Linear` draws its own."""
+        for weight in (self.gate, self.up, self.down):
+            bound = 1 / math.sqrt(weight.shape[1])
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [b, s, e] for [b, s, e]."""
+        b, s, e = x.shape
+        n, k = self.gate.shape[0], self.chosen
+        room = -(-math.ceil(self.factor * k * s / n) // 8) * 8
+        weight, expert = self.router(x).float().softmax(dim=-1).topk(k, dim=-1)
+        weight = (weight / weight.sum(dim=-1, keepdim=True)).to(x.dtype)
+        # How many earlier choices of the sequence want the same expert is the place in its buffer.
+        wanted = expert.flatten(1)[:, :, None] == torch.arange(n, device=x.device)  # [b, s*k, n]
+        place = (wanted.cumsum(dim=1) * wanted).sum(dim=-1) - 1  # [b, s*k]
+        fits = place < room
+        slot = (expert.flatten(1) * room + place.clamp(max=room - 1))[:, :, None].expand(-1, -1, e)
+        spread = x[:, :, None].expand(b, s, k, e).reshape(b, s * k, e) * fits[:, :, None]
+        buffer = x.new_zeros(b, n * room, e).scatter_add(1, slot, spread)
+        grouped = buffer.view(b, n, room, e).transpose(0, 1).reshape(n, b * room, e)
+        done = torch.bmm(F.silu(torch.bmm(grouped, self.gate)) * torch.bmm(grouped, self.up), self.down)
+        done = done.view(n, b, room, e).transpose(0, 1).reshape(b, n * room, e).gather(1, slot)
+        done = done.view(b, s, k, e) * (weight * fits.view(b, s, k))[..., None]
+        return done.sum(dim=2)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each with its normalisation before it and a residual around."""
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(settings.hidden, eps=1e-5)
+        self.attention = Attention(settings)
+        self.mlp_norm = nn.RMSNorm(settings.hidden, eps=1e-5)
+        self.mlp = Experts(settings) if settings.experts else SwiGlu(settings)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return [b, s, e] for [b, s, e]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        out: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Llama(nn.Module):
+    """A decoder-only language model."""
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        super().__init__()
+        self.size = settings.hidden // settings.heads
+        self.theta = settings.rope_theta
+        self.embed = nn.Embedding(settings.vocab, settings.hidden)
+        self.layers = nn.ModuleList(Layer(settings) for _ in range(settings.layers))
+        self.norm = nn.RMSNorm(settings.hidden, eps=1e-5)
+        self.head = nn.Linear(settings.hidden, settings.vocab, bias=False)
+        if settings.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of predicting `labels` [b, s] (the next tokens) from `input_ids` [b, s]."""
+        x = self.embed(input_ids)
+        cos, sin = rotary(x.shape[1], self.size, self.theta, x.device)
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return token_loss(self.head(self.norm(x)), labels)

@@ -1,0 +1,36 @@
+"""The collectives that a program issues, read from the program itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.rewrite.marks import COLLECTIVES, mark
+from autopar.rewrite.programs import Emitted, RewriteError
+
+
+def emitted(gm: fx.GraphModule, axes: Collection[str]) -> Iterator[Emitted]:
+    """Yield the collectives of a program whose nodes carry their local values.
+
+    Raises:
+        RewriteError: a collective names a group that is no mesh axis.
+    """
+    for node in gm.graph.nodes:
+        op = COLLECTIVES.get(node.target) if node.op == "call_function" else None
+        if op is None:
+            continue
+        if node.args[-1] not in axes:
+            raise RewriteError(f"{node.name} works on group {node.args[-1]!r}, which is no axis of the mesh {sorted(axes)}")
+        size = max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))
+        found = mark(node)
+        yield Emitted(op, str(node.args[-1]), size, found.phase, found.moves)
+
+
+def _bytes(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        raise RewriteError(f"a collective moves {type(value).__name__}, no tensor")
+    return math.prod(value.shape) * value.element_size()

@@ -1,0 +1,99 @@
+"""What can go wrong when a plan meets the ranks, the model's values or a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import CaptureError, InputMismatchError, RanksDisagreeError, StalePlanError, UsageError
+from autopar.ir.tensor import TensorMeta
+
+_SHOWN = 3
+
+
+def world_size_differs(planned: int, running: int, mesh: str) -> StalePlanError:
+    """Return the error for a plan made for another number of ranks."""
+    return StalePlanError(
+        f"the plan is for {planned} {_ranks(planned)} ({mesh or 'no mesh'}) and {running} {_are(running)} running; "
+        f"start it with torchrun --nproc-per-node or --nnodes so that {planned} run, or plan again for {running}"
+    )
+
+
+def ranks_disagree(what: str, by_rank: Sequence[str]) -> RanksDisagreeError:
+    """Return the error for ranks that hold different programs or plans; `by_rank` is what each holds."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(by_rank):
+        groups.setdefault(text, []).append(rank)
+    lines = [f"    ranks {_list(ranks)}: {text[:16]}" for text, ranks in groups.items()]
+    return RanksDisagreeError(
+        f"ranks disagree about the {what}: {len(groups)} different ones among {len(by_rank)} ranks\n"
+        + "\n".join(lines)
+        + "\nall ranks have stopped; give every rank the same model, example inputs, options and torch"
+    )
+
+
+def rank_failed(failures: Sequence[tuple[int, str]], doing: str) -> RanksDisagreeError:
+    """Return the error that the other ranks raise when some could not go on."""
+    shown = "\n".join(f"    rank {rank}: {text.splitlines()[0] if text else 'no message'}" for rank, text in failures[:_SHOWN])
+    return RanksDisagreeError(f"{len(failures)} other {_ranks(len(failures))} failed to {doing}; this rank stops too\n{shown}")
+
+
+def uninitialised(names: Sequence[str]) -> UsageError:
+    """Return the error for parameters and buffers that have no values."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return UsageError(
+        f"{len(names)} parameters or buffers are on meta and have no values: {', '.join(names[:_SHOWN])}{more}\n"
+        "pass init_fn=FUNCTION, which is called with each module that owns such tensors once they are allocated, "
+        "or build the model with real values"
+    )
+
+
+def constant_on_meta(names: Sequence[str]) -> CaptureError:
+    """Return the error for tensors that the program needs and the model has no value of."""
+    return CaptureError(
+        f"the model keeps {len(names)} tensors on meta as plain attributes, which have no values: {', '.join(names[:_SHOWN])}\n"
+        "register them as buffers, or build the model with real values"
+    )
+
+
+def input_differs(path: str, wanted: TensorMeta, local: tuple[int, ...], got: TensorMeta) -> InputMismatchError:
+    """Return the error for an input of another shape or dtype than planned; `local` is what one rank is to bring."""
+    whole = f" (this rank's part of {wanted})" if local != wanted.shape else ""
+    return InputMismatchError(
+        f"argument {path} is {got}, and the plan was made for {TensorMeta(local, wanted.dtype)}{whole}\n"
+        "bring inputs of the planned shapes, or plan again with example_inputs of this form"
+    )
+
+
+def trained_differs(name: str, *, now: bool) -> InputMismatchError:
+    """Return the error for a parameter frozen or unfrozen after planning."""
+    state = "requires a gradient now, and was frozen" if now else "is frozen now, and required a gradient"
+    return InputMismatchError(f"parameter {name} {state} when the plan was made; compile the model again")
+
+
+def parameters_differ(missing: Sequence[str]) -> StalePlanError:
+    """Return the error for a plan whose parameters the model does not have."""
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    return StalePlanError(
+        f"the plan says nothing about {len(missing)} parameters of the model: {', '.join(missing[:_SHOWN])}{more}; plan again"
+    )
+
+
+def layout_not_dtensor(name: str, layout: str) -> UsageError:
+    """Return the error for a layout at rest that torch's DTensor cannot express."""
+    return UsageError(
+        f"{name} is to be held as {layout}, which DTensor cannot express: of the axes that split one dimension "
+        "the earlier ones must split it further out; change the --constraint that asks for it"
+    )
+
+
+def _ranks(count: int) -> str:
+    return "rank" if count == 1 else "ranks"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)})"

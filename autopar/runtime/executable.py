@@ -1,0 +1,107 @@
+"""A graph as a plain Python function, with as little as possible between it and the operators.
+
+`fx.GraphModule` looks operators up by name at every call and keeps its arguments
+alive. Here operators are bound once, down to what torch's dispatcher is entered
+by; every value is dropped after its last use; and a program may take its
+arguments as a list that it empties, so that nobody else holds them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import direct_call
+
+_GROUPED = "_c10d_functional"
+
+
+def compile_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of the graph's placeholders (boxed: of one list of them, which it empties).
+
+    `groups` gives the process group's name for each mesh axis that the graph's collectives name.
+    """
+    source = _Source(gm, groups)
+    names = [source.name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    last = _last_uses(gm.graph)
+    body = [f"    {', '.join(names)}, = args", "    args.clear()"] if boxed and names else []
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            body.append(f"    return {source.text(tuple(node.args[0]))}")
+        elif node.op == "get_attr":
+            body.append(f"    {source.name(node)} = {source.constant(_attribute(gm, str(node.target)))}")
+        elif node.op == "call_function":
+            body.append(f"    {source.name(node)} = {source.call(node)}")
+        dropped = [source.name(each) for each in last.get(node, ()) if node.op != "output"]
+        if dropped:
+            body.append(f"    del {', '.join(dropped)}")
+    head = "def program(args):" if boxed else f"def program({', '.join(names)}):"
+    space: dict[str, Any] = dict(source.constants)
+    exec(compile("\n".join([head, *body]), f"<{'backward' if boxed else 'forward'} program>", "exec"), space)  # noqa: S102
+    program: Callable[..., tuple[Any, ...]] = space["program"]
+    return program
+
+
+class _Source:
+    """Spells nodes, arguments and constants of one graph."""
+
+    def __init__(self, gm: fx.GraphModule, groups: Mapping[str, str]) -> None:
+        self.constants: dict[str, Any] = {}
+        self._groups = groups
+        self._names = {node: f"v{i}" for i, node in enumerate(gm.graph.nodes)}
+        self._known: dict[int, str] = {}
+
+    def name(self, node: fx.Node) -> str:
+        return self._names[node]
+
+    def constant(self, value: Any) -> str:
+        if id(value) not in self._known:
+            self._known[id(value)] = f"c{len(self._known)}"
+            self.constants[self._known[id(value)]] = value
+        return self._known[id(value)]
+
+    def call(self, node: fx.Node) -> str:
+        if node.target is operator.getitem:
+            return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
+        args = list(node.args)
+        if getattr(node.target, "namespace", "") == _GROUPED and args and isinstance(args[-1], str):
+            args[-1] = self._groups.get(args[-1], args[-1])
+        given = [self.text(each) for each in args]
+        given += [f"{name}={self.text(value)}" for name, value in node.kwargs.items()]
+        return f"{self.constant(direct_call(node.target))}({', '.join(given)})"
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.name(value)
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self.text(each)}, ' for each in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.text, value))}]"
+        plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+        return repr(value) if plain else self.constant(value)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return, for each node, the values that nobody reads after it, unread ones after their own."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for each in (*node.all_input_nodes, node):
+            if each not in seen and each.op != "output":
+                seen.add(each)
+                if each is not node or node.op != "placeholder":
+                    last.setdefault(node, []).append(each)
+    return last
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> torch.Tensor:
+    found: Any = gm
+    for part in path.split("."):
+        found = getattr(found, part)
+    tensor: torch.Tensor = found
+    return tensor

@@ -1,0 +1,202 @@
+"""The compiled module: the user's module tree with another forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar._torch import allow_plain_beside_dtensor, dtensor_of, local_of
+from autopar.errors import InputMismatchError
+from autopar.ir.plan import Decisions
+from autopar.ir.squeeze import squeeze
+from autopar.runtime.parameters import InitFn, check, place, slots
+from autopar.runtime.placing import dense_copy, own_part
+from autopar.runtime.program import Program
+from autopar.runtime.ranks import Groups, Ranks
+from autopar.runtime.step import Backend, Bound
+
+ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program]
+"""`program_for(training, grad, args, kwargs)`: the program for a mode and a form of call; asked once for each."""
+
+_ATTRIBUTE = "_autopar"
+
+
+class Runner:
+    """Chooses the program for each call of one compiled module, and runs it.
+
+    The form of call that the plan was made for (`planned`: training, gradients) is the only one
+    in that mode; in other modes each new form of call gets a program of its own.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        ranks: Ranks,
+        program_for: ProgramFor,
+        *,
+        planned: tuple[bool, bool] = (True, True),
+        backend: Backend | None = None,
+    ) -> None:
+        self.decisions = squeeze(decisions)
+        self.ranks = ranks
+        self.groups = Groups.of(self.decisions.mesh, ranks)
+        self._program_for = program_for
+        self._planned = planned
+        self._backend = {} if backend is None else {"backend": backend}
+        self._known: dict[tuple[bool, bool], list[Bound]] = {}
+        self._readers: dict[tuple[Any, ...], tuple[Bound, Reader]] = {}
+        if self.groups.mesh.axes:
+            allow_plain_beside_dtensor()
+
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what `model(*args, **kwargs)` would.
+
+        Raises:
+            InputMismatchError: the call differs from what was planned.
+        """
+        grad = torch.is_grad_enabled()
+        mode = (model.training, grad)
+        form = (*mode, len(args), *kwargs)
+        known = self._readers.get(form)
+        if known is not None:
+            bound, reader = known
+            tensors = reader.read(args, kwargs)
+            if tensors is not None and bound.matches(tensors):
+                return bound(tensors, grad=grad)
+        bound, tensors = self._find(model, mode, args, kwargs)
+        if grad:
+            bound.check_trained()
+        reader = Reader.of(bound, args, kwargs)
+        if reader is not None:
+            self._readers[form] = (bound, reader)
+        return bound(tensors, grad=grad)
+
+    def _find(
+        self, model: nn.Module, mode: tuple[bool, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Bound, list[torch.Tensor]]:
+        """Return the program for a call, made now if this mode may have a new one, and the call's tensors."""
+        found = self._known.setdefault(mode, [])
+        problem: Exception | None = None
+        for bound in found:
+            try:
+                tensors = bound.flatten(args, kwargs)
+            except InputMismatchError as error:
+                problem = error
+                continue
+            problem = bound.mismatch(tensors)
+            if problem is None:
+                return bound, tensors
+        if problem is not None and mode == self._planned:
+            raise problem
+        bound = Bound(self._program_for(*mode, args, kwargs), model, self.groups, self.ranks, **self._backend)
+        tensors = bound.flatten(args, kwargs)
+        problem = bound.mismatch(tensors)
+        if problem is not None:
+            raise problem
+        found.append(bound)
+        return bound, tensors
+
+
+class Reader:
+    """Reads the tensors of calls that are all tensors, given in one way, without looking at their structure."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = None if list(order) == list(range(len(order))) else list(order)
+        self._count = len(order)
+
+    @classmethod
+    def of(cls, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reader | None:
+        """Return the reader for calls given as this one is; `None` if it has arguments that are no tensors."""
+        if not all(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
+            return None
+        stand_ins = [torch.empty(0) for _ in range(len(args) + len(kwargs))]
+        named = dict(zip(kwargs, stand_ins[len(args) :], strict=True))
+        seen = bound.flatten(tuple(stand_ins[: len(args)]), named)
+        places = {id(each): i for i, each in enumerate(stand_ins)}
+        return cls([places[id(each)] for each in seen]) if len(seen) == len(stand_ins) else None
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
+        """Return the tensors in the program's order; `None` if something else is among them."""
+        given = (*args, *kwargs.values())
+        for each in given:
+            if not isinstance(each, torch.Tensor):
+                return None
+        return given if self._order is None else [given[i] for i in self._order]
+
+
+def compiled(
+    model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None, in_place: bool = False
+) -> nn.Module:
+    """Return a module with `model`'s structure and names whose forward is the runner's programs.
+
+    Its parameters are on their ranks (see `parameters.place`). `model` itself keeps its
+    own structure and tensors, unless `in_place`: then its parameter objects become those of the result.
+    All ranks must call this.
+
+    Raises:
+        UsageError: parameters on meta without `init_fn`.
+        StalePlanError: the plan knows other parameters.
+    """
+    with runner.ranks.together("place the model's parameters"):
+        check(model, runner.decisions, init_fn)
+    copied = copy_tree(model, {})
+    place(copied, runner.decisions, runner.groups, runner.ranks, init_fn, in_place=in_place)
+    copied.__class__ = _compiled_class(type(model))
+    copied.__dict__[_ATTRIBUTE] = runner
+    return copied
+
+
+def copy_tree(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
+    """Return a copy of the tree of modules that holds the same tensors; shared modules stay shared."""
+    if id(module) in memo:
+        return memo[id(module)]
+    made: nn.Module = object.__new__(type(module))
+    memo[id(module)] = made
+    made.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers"):
+        made.__dict__[table] = dict(module.__dict__[table])
+    made.__dict__["_modules"] = {
+        name: None if child is None else copy_tree(child, memo) for name, child in module._modules.items()
+    }
+    return made
+
+
+@functools.cache
+def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of the model's class whose forward runs the programs."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_ATTRIBUTE].call(self, args, kwargs)
+
+    def load_state_dict(
+        self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict, of DTensors or of whole tensors as the single-device model saves them."""
+        return kind.load_state_dict(self, distributed(self, state_dict), strict=strict, assign=assign)
+
+    space = {"forward": forward, "load_state_dict": load_state_dict, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), space)
+
+
+def distributed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict with whole tensors replaced by this rank's part of them where the model holds DTensors."""
+    runner: Runner = model.__dict__[_ATTRIBUTE]
+    held = {slot.name: slot.value for slot in slots(model)}
+    found = dict(state)
+    for name, value in state.items():
+        mine = held.get(name)
+        spec = getattr(mine, "_spec", None)
+        if spec is None or mine is None or not isinstance(value, torch.Tensor) or hasattr(value, "_spec"):
+            continue
+        if tuple(value.shape) != tuple(mine.shape):
+            continue  # torch's own message names both shapes
+        layout = runner.decisions.parameters[name].placements
+        part = own_part(value.detach(), layout, runner.decisions.mesh, runner.ranks.rank)
+        local = local_of(mine)
+        found[name] = dtensor_of(dense_copy(part.to(local.device, local.dtype), local), spec)
+    return found

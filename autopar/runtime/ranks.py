@@ -1,0 +1,130 @@
+"""The ranks that run a plan: who we are, and how all of them go on or all stop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.runtime.errors import rank_failed, ranks_disagree, world_size_differs
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all that take part."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, device: str | torch.device | None = None) -> Ranks:
+        """Return this process's place: of the process group there is, else of torchrun's environment, else alone.
+
+        A process group is made (nccl for cuda, gloo otherwise) only if there are several ranks and none exists.
+        """
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        place = _device(device, local)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if world_size > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        return cls(rank, world_size, place)
+
+    def require(self, mesh: Mesh) -> None:
+        """Raise unless there are as many ranks as the mesh has.
+
+        Raises:
+            StalePlanError: there are not.
+        """
+        if mesh.world_size != self.world_size:
+            raise world_size_differs(mesh.world_size, self.world_size, str(mesh))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Return rank 0's picklable `value` (its plan's text), whatever the others pass."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def agree(self, what: str, digest: str) -> None:
+        """Raise on every rank unless all hold the same digest.
+
+        Raises:
+            RanksDisagreeError: they do not; no rank is left waiting.
+        """
+        found = self.gather(digest)
+        if len(set(found)) > 1:
+            raise ranks_disagree(what, found)
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Run a block that may raise on some ranks; if it does, every rank raises at its end and none waits for another.
+
+        The block itself must not communicate. Ranks whose own block succeeded raise what names the others' failure.
+
+        Raises:
+            RanksDisagreeError: this rank's block succeeded, another's did not.
+        """
+        failure: BaseException | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  told to the other ranks, then raised here
+            failure = error
+        told = None if failure is None else f"{failure}" if isinstance(failure, AutoparError) else repr(failure)
+        failures = [(rank, text) for rank, text in enumerate(self.gather(told)) if text is not None]
+        if failure is not None:
+            raise failure
+        if failures:
+            raise rank_failed(failures, doing)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a mesh's axes."""
+
+    mesh: Mesh
+    device_mesh: Any
+    """torch's DeviceMesh; `None` if the mesh has no axis."""
+
+    names: dict[str, str]
+    """Mesh axis to the name of the process group this rank is in."""
+
+    @classmethod
+    def of(cls, mesh: Mesh, ranks: Ranks) -> Groups:
+        """Return the groups of a mesh without axes of size 1; all ranks must call this."""
+        ranks.require(mesh)
+        if not mesh.axes:
+            return cls(mesh, None, {})
+        from torch.distributed.device_mesh import init_device_mesh
+
+        made = init_device_mesh(ranks.device.type, mesh.sizes, mesh_dim_names=mesh.names)
+        return cls(mesh, made, {name: made.get_group(name).group_name for name in mesh.names})
+
+
+def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(wanted)
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", local_rank)
+    return place

@@ -1,0 +1,246 @@
+"""One program bound to a module's tensors: what runs at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar._torch import dtensor_of, dtensor_spec, keeps_graph, local_of
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Replicate, local_shape
+from autopar.ir.tensor import TensorMeta
+from autopar.runtime.errors import constant_on_meta, input_differs, trained_differs
+from autopar.runtime.executable import compile_graph
+from autopar.runtime.parameters import slots
+from autopar.runtime.placing import dtensor_placements
+from autopar.runtime.program import Program, Value
+from autopar.runtime.ranks import Groups, Ranks
+
+Backend = Callable[..., Callable[..., Any]]
+
+
+class Bound:
+    """A program whose operators, groups, parameters and layouts are looked up already."""
+
+    def __init__(
+        self, program: Program, model: nn.Module, groups: Groups, ranks: Ranks, backend: Backend = compile_graph
+    ) -> None:
+        self.program = program
+        self._groups = groups
+        self._backend = backend
+        self._mesh: Mesh = groups.mesh
+        self.flatten = program.call.flatten
+        self.rebuild = program.result.rebuild
+        self.forward = backend(program.local.forward, groups.names, boxed=False)
+        self._backwards: dict[frozenset[int], Callable[[list[Any]], Sequence[Any]]] = {}
+        self._find_sources(model, ranks)
+        self._expect_inputs()
+        local = program.local
+        self.outputs = len(local.outputs)
+        self.saved_from = self.outputs + len(local.mutations)
+        self._specs = [self._spec(each) for each in local.outputs]
+        self.plain = not any(self._specs)
+        tangents = {each.name: i for i, each in enumerate(p for p in program.placeholders if p.kind == "tangent")}
+        self._tangents = [start for start in program.placeholders if start.kind == "tangent"]
+        by_path = {each.target: tangents[each.name] for each in self._tangents}
+        self.differentiable = [each.name in by_path for each in local.outputs]
+        self._tangent_of = [by_path.get(each.name) for each in local.outputs]
+        self.by_reference = [each for each in local.saved if each.source != "value"]
+        self.saved = list(local.saved)
+        self.buffers = [self._place_of[each.name] for each in local.mutations]
+        trained = {start.name for start in program.placeholders if start.kind == "parameter"}
+        self._gradient_specs = [
+            self._spec(each, parameter=True) if each.name in trained else None for each in local.gradients
+        ]
+
+    def _find_sources(self, model: nn.Module, ranks: Ranks) -> None:
+        """Note, for each argument of forward, where its tensor comes from."""
+        held = {slot.name: slot for slot in slots(model)}
+        starts = [each for each in self.program.placeholders if each.kind != "tangent"]
+        self._tables: list[tuple[int, dict[str, Any], str]] = []
+        self._constants: list[tuple[int, torch.Tensor]] = []
+        self._inputs: list[tuple[int, int]] = []
+        self._place_of = {each.name: i for i, each in enumerate(starts)}
+        self._count = len(starts)
+        missing = []
+        for place, start in enumerate(starts):
+            if start.kind == "input":
+                self._inputs.append((place, start.index))
+            elif start.kind == "constant":
+                value = self.program.constants[start.name]
+                if value.is_meta:
+                    missing.append(start.target)
+                    continue
+                self._constants.append((place, value.to(ranks.device)))
+            else:
+                slot = held[start.target]
+                self._tables.append((place, slot.table, slot.key))
+        if missing:
+            raise constant_on_meta(missing)
+        graded = [self._place_of[each.name] for each in self.program.local.gradients]
+        self._graded = graded
+        self._names = [start.target for start in starts]
+        trained = set(graded)
+        self._trained = [
+            (place, table, key, place in trained)
+            for place, table, key in self._tables
+            if starts[place].kind == "parameter"
+        ]
+
+    def _expect_inputs(self) -> None:
+        by_place = {each.name: each for each in self.program.local.inputs}
+        starts = {each.index: each.name for each in self.program.placeholders if each.kind == "input"}
+        tensors = self.program.call.tensors
+        self._expected: list[tuple[torch.Size, torch.dtype]] = []
+        for index, tensor in enumerate(tensors):
+            layout = by_place[starts[index]].layout
+            shape = torch.Size(local_shape(tensor.meta.shape, layout, self._mesh.sizes))
+            self._expected.append((shape, getattr(torch, tensor.meta.dtype)))
+        values = {node.name: node.meta["val"] for node in self.program.local.forward.graph.find_nodes(op="placeholder")}
+        self._strides = [values[starts[index]].stride() for index in range(len(tensors))]
+
+    def _spec(self, value: Value, *, parameter: bool = False) -> Any:
+        """Return the DTensor description of what crosses the border; `None` where it is a plain tensor."""
+        if value.meta is None or not self._mesh.axes:
+            return None
+        if not parameter and (not value.meta.shape or all(isinstance(p, Replicate) for p in value.layout)):
+            return None
+        placements = dtensor_placements(value.name, value.layout, self._mesh)
+        shape = value.meta.shape
+        dtype = getattr(torch, value.meta.dtype)
+        return dtensor_spec(self._groups.device_mesh, placements, shape, _contiguous(shape), dtype)
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether the tensors have the planned shapes and dtypes."""
+        return all(
+            tensor.shape == shape and tensor.dtype is dtype
+            for tensor, (shape, dtype) in zip(tensors, self._expected, strict=True)
+        )
+
+    def mismatch(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
+        """Return the error for the first tensor of another shape or dtype than planned."""
+        for tensor, (shape, dtype), wanted in zip(tensors, self._expected, self.program.call.tensors, strict=True):
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                got = TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                return input_differs(wanted.path, wanted.meta, tuple(shape), got)
+        return None
+
+    def __call__(self, tensors: Sequence[torch.Tensor], *, grad: bool) -> Any:
+        """Run a step on a call's tensors; return the model's return value."""
+        given: list[Any] = [None] * self._count
+        for place, table, key in self._tables:
+            given[place] = table[key]
+        for place, value in self._constants:
+            given[place] = value
+        for place, index in self._inputs:
+            tensor = tensors[index]
+            given[place] = tensor if tensor.stride() == self._strides[index] else _restride(tensor, self._strides[index])
+        if grad:
+            outputs = _Step.apply(self, given, *[given[place] for place in self._graded])  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                outputs = self.run(given)[0]
+        return self.rebuild(outputs)
+
+    def check_trained(self) -> None:
+        """Raise if a parameter was frozen or unfrozen since the plan was made.
+
+        Raises:
+            InputMismatchError: naming the first such parameter.
+        """
+        for place, table, key, trained in self._trained:
+            if table[key].requires_grad is not trained:
+                raise trained_differs(self._names[place], now=not trained)
+
+    def run(self, given: list[Any]) -> tuple[list[Any], list[torch.Tensor], Sequence[Any]]:
+        """Run forward; return user outputs as the user gets them, as plain local tensors, and what is saved by value."""
+        local = given if not self._mesh.axes else [local_of(each) for each in given]
+        made = self.forward(*local)
+        plain = list(made[: self.outputs])
+        for place, new in zip(self.buffers, made[self.outputs : self.saved_from], strict=True):
+            local[place].copy_(new)
+        visible = plain
+        if not self.plain:
+            visible = [
+                each if spec is None else dtensor_of(each, spec) for each, spec in zip(plain, self._specs, strict=True)
+            ]
+        given[:] = local
+        return visible, plain, made[self.saved_from :]
+
+    def backward(self, arguments: list[Any], grads: Sequence[Any]) -> list[Any]:
+        """Run backward on saved values (a list that is emptied) and the gradients of user outputs, `None` if absent."""
+        tangents: list[Any] = [None] * len(self._tangents)
+        for place, grad, spec in zip(self._tangent_of, grads, self._specs, strict=True):
+            if place is not None and grad is not None:
+                tangents[place] = _local_tangent(grad, spec)
+        absent = frozenset(i for i, each in enumerate(tangents) if each is None)
+        if absent not in self._backwards:
+            names = {self._tangents[i].name for i in absent}
+            program = self.program.local.backward_without(names)
+            if program is None:
+                raise RuntimeError("the program was captured without its backward")
+            self._backwards[absent] = self._backend(program, self._groups.names, boxed=True)
+        arguments += tangents
+        del tangents, grads
+        made = self._backwards[absent](arguments)
+        return [
+            each if each is None or spec is None else dtensor_of(each, spec)
+            for each, spec in zip(made, self._gradient_specs, strict=True)
+        ]
+
+
+class _Step(torch.autograd.Function):
+    """A whole training step as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, bound: Bound, given: list[Any], *_graded: torch.Tensor) -> Any:
+        visible, plain, values = bound.run(given)
+        ctx.bound = bound
+        ctx.values = list(values)
+        # By reference: parameters, inputs and outputs, whose later overwriting autograd then notices.
+        ctx.save_for_backward(*[given[s.index] if s.source == "input" else plain[s.index] for s in bound.by_reference])
+        ctx.mark_non_differentiable(*[o for o, ok in zip(visible, bound.differentiable, strict=True) if not ok])
+        ctx.set_materialize_grads(False)
+        return tuple(visible)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        bound: Bound = ctx.bound
+        references = iter(ctx.saved_tensors)
+        values = ctx.values
+        arguments = [next(references) if s.source != "value" else values[s.index] for s in bound.saved]
+        if not keeps_graph():
+            ctx.values = None
+        del values
+        return (None, None, *bound.backward(arguments, grads))
+
+
+def _local_tangent(grad: torch.Tensor, spec: Any) -> torch.Tensor:
+    if spec is not None and getattr(grad, "_spec", None) is not None:
+        if grad._spec.placements != spec.placements:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=spec.placements)  # type: ignore[attr-defined]
+        grad = local_of(grad)
+    return grad if grad.is_contiguous() else grad.contiguous()
+
+
+def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor laid out in memory as the program was captured for; dimensions of size 1 have any stride."""
+    same = all(a == b for a, b, n in zip(tensor.stride(), strides, tensor.shape, strict=True) if n > 1)
+    if same or not tensor.numel():
+        return tensor
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+

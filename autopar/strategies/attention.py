@@ -1,0 +1,128 @@
+"""Sharding rules of fused attention: batch, heads, and query positions where no mask depends on them.
+
+    q [b, h, l, e]   k [b, h, s, e]   v [b, h, s, f]   ->   out [b, h, l, f], logsumexp [b, h, l]
+
+With fewer key than query heads (grouped queries) the query heads are `(h g)`.
+Splitting the query positions `l` makes the gradients of keys and values terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from autopar.ir.rule import Dims
+from autopar.ir.strategy import Strategy
+from autopar.strategies.call import Call
+
+
+def _heads(call: Call) -> tuple[Dims, Dims, Dims]:
+    """Return the dimensions of query, key and value; heads that do not group evenly are never split."""
+    queries, keys = call.shape("query")[1], call.shape("key")[1]
+    if queries == keys:
+        head: tuple[str, ...] = ("h",)
+        shared: tuple[str, ...] = ("h",)
+    elif queries % keys == 0:
+        head, shared = ("h", "g"), ("h",)
+    else:
+        head, shared = (), ()
+    return (("b",), head, ("l",), ()), (("b",), shared, ("s",), ()), (("b",), shared, ("s",), ())
+
+
+def _mask(call: Call, name: str) -> Dims:
+    """Return the dimensions of a mask that broadcasts to [b, h, l, s]."""
+    shape = call.shape(name)
+    q, _, _ = _heads(call)
+    full: Dims = (q[0], q[1], q[2], ("s",))
+    return tuple(() if size == 1 else dim for size, dim in zip(shape, full[len(full) - len(shape) :], strict=True))
+
+
+def _whole(call: Call, *, exact: bool) -> frozenset[str]:
+    """Return the factors not to split: query positions only of a kernel whose logsumexp has exactly one each.
+
+    A causal kernel counts query positions from 0, so their split would need the rank's offset.
+    """
+    return frozenset("sg") if exact and not call.arg("is_causal") else frozenset("sgl")
+
+
+def _sums(shape: tuple[int, ...], call: Call) -> tuple[Dims, bool]:
+    """Return the dimensions of the logsumexp, and whether its positions are those of the queries.
+
+    Kernels pad the positions, add a dimension, or give an empty tensor when it is not asked for.
+    """
+    query = call.shape("query")
+    dims, _, _ = _heads(call)
+    if shape[:2] != query[:2]:
+        return _blank(shape), False
+    exact = shape == query[:3]
+    return (*dims[:2], *(dims[2:3] if exact else _blank(shape[2:]))), exact
+
+
+def _draws(call: Call) -> bool:
+    """Return whether the kernel drops scores by a state of its own, which no rank could share or divide."""
+    return bool(call.arg("dropout_p"))
+
+
+def _forward(mask: str) -> Callable[[Call], Iterable[Strategy]]:
+    """Return the rule of a forward kernel; `mask` names its mask argument."""
+
+    def rule(call: Call) -> Iterable[Strategy]:
+        if _draws(call) or len(call.shape("query")) != 4:
+            return (call.replicated(),)
+        q, k, v = _heads(call)
+        inputs: dict[str, Dims] = {"query": q, "key": k, "value": v}
+        if call.index(mask) is not None:
+            inputs[mask] = _mask(call, mask)
+        second = call.op.outputs[1]
+        sums, exact = _sums(second.shape if second else (), call)
+        rest: list[Dims | None] = [_blank(meta.shape) if meta else None for meta in call.op.outputs[2:]]
+        return _split_all(call, inputs, [q, sums if second else None, *rest], exact=exact)
+
+    return rule
+
+
+def _blank(shape: tuple[int, ...]) -> Dims:
+    return ((),) * len(shape)
+
+
+def _split_all(
+    call: Call, inputs: dict[str, Dims], outputs: list[Dims | None], *, exact: bool
+) -> Iterator[Strategy]:
+    """Yield the strategies; outputs without meaning (philox state, empty placeholders) stay whole."""
+    apart: frozenset[tuple[int, str]] = frozenset()
+    for index, dims in enumerate(outputs):
+        if dims is not None and all(not dim for dim in dims):
+            apart |= {(index, factor) for factor in "bhgls"}
+    return call.named(inputs, outputs, whole=_whole(call, exact=exact), apart=apart)
+
+
+def _backward(mask: str, gradient: str, sums: str) -> Callable[[Call], Iterable[Strategy]]:
+    """Return the rule of a backward kernel, given its names of mask, output gradient and logsumexp."""
+
+    def rule(call: Call) -> Iterable[Strategy]:
+        if _draws(call) or len(call.shape("query")) != 4:
+            return (call.replicated(),)
+        q, k, v = _heads(call)
+        inputs: dict[str, Dims] = {"query": q, "key": k, "value": v, gradient: q, "out": q}
+        inputs[sums], exact = _sums(call.shape(sums), call)
+        if call.index(mask) is not None:
+            inputs[mask] = _mask(call, mask)
+        outputs: list[Dims | None] = [q, k, v]
+        if len(call.op.outputs) > 3:
+            outputs.append(inputs.get(mask, ()))
+        return _split_all(call, inputs, outputs, exact=exact)
+
+    return rule
+
+
+RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _forward("attn_mask"),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _backward("attn_mask", "grad_out", "logsumexp"),
+    "aten._scaled_dot_product_flash_attention.default": _forward("attn_mask"),
+    "aten._scaled_dot_product_flash_attention_backward.default": _backward("attn_bias", "grad_out", "logsumexp"),
+    "aten._scaled_dot_product_efficient_attention.default": _forward("attn_bias"),
+    "aten._scaled_dot_product_efficient_attention_backward.default": _backward("attn_bias", "grad_out_", "logsumexp"),
+    "aten._scaled_dot_product_cudnn_attention.default": _forward("attn_bias"),
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _backward("attn_bias", "grad_out", "logsumexp"),
+    "aten._scaled_dot_product_attention_math.default": _forward("attn_mask"),
+    "aten._scaled_dot_product_attention_math_for_mps.default": _forward("attn_mask"),
+}

@@ -1,0 +1,112 @@
+"""Sharding rules of losses.
+
+`nll_loss` divides by the number (or weight) of the targets that count, all of
+them: split by tokens, the lowering adds that number up and each rank's loss is
+a term of the whole. Split by classes, each rank looks up the targets it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from autopar.ir.placement import Partial, Placement, Shard
+from autopar.ir.rule import Dims, Rule, letters, plain
+from autopar.ir.strategy import Inner, Strategy
+from autopar.strategies.call import Call
+from autopar.strategies.softmax import sum_dtype
+
+MEAN = 1
+"""Torch's number for `reduction="mean"`; 0 is none, 2 is sum."""
+
+
+def _tokens(rank: int) -> tuple[int, ...]:
+    """Return the dimensions of the scores that are not the class: all but 1, or none of a single vector."""
+    return tuple(d for d in range(rank) if d != 1) if rank > 1 else ()
+
+
+def _nll_forward(call: Call) -> Iterator[Strategy]:
+    yield call.replicated()
+    scores, target = (call.index(name) for name in ("self", "target"))
+    rank = len(call.shape("self"))
+    if scores is None or target is None or rank < 2:
+        return
+    summed = call.arg("reduction") != 0
+    dtype = sum_dtype(call.metas[scores].dtype)
+    for at, dim in enumerate(_tokens(rank)):
+        for outer in dict.fromkeys((*call.digits(scores, dim), *call.digits(target, at))):
+            ins: dict[int | None, Placement] = {scores: Shard(dim, outer), target: Shard(at, outer)}
+            out: Placement = Partial() if summed else Shard(at, outer)
+            inner = (Inner("all_reduce", dtype, output=1),) if summed else ()
+            yield call.strategy(ins, {0: out}, "tokens" if summed else "", inner)
+    for outer in call.digits(scores, 1):
+        ins = {scores: Shard(1, outer)}
+        yield call.strategy(ins, {0: Partial()}, "vocab")
+
+
+def _nll_backward(call: Call) -> Iterator[Strategy]:
+    yield call.replicated()
+    grad, scores, target, weight = (call.index(name) for name in ("grad_output", "self", "target", "weight"))
+    rank = len(call.shape("self"))
+    if scores is None or target is None or rank < 2:
+        return
+    summed = call.arg("reduction") != 0
+    for at, dim in enumerate(_tokens(rank)):
+        for outer in dict.fromkeys((*call.digits(scores, dim), *call.digits(target, at))):
+            ins: dict[int | None, Placement] = {scores: Shard(dim, outer), target: Shard(at, outer)}
+            if not summed:
+                ins[grad] = Shard(at, outer)
+            yield call.strategy(ins, {0: Shard(dim, outer)})
+    for outer in call.digits(scores, 1):
+        ins = {scores: Shard(1, outer)}
+        if weight is not None:
+            ins[weight] = Shard(0, outer)
+        yield call.strategy(ins, {0: Shard(1, outer)}, "vocab")
+
+
+def _elementwise(call: Call) -> Iterator[Strategy]:
+    """Yield those of a loss of elements: their sum is a sum of parts, their mean one of scaled parts."""
+    shape = call.metas[0].shape
+    names = letters(len(shape))
+    reduction = call.arg("reduction")
+    ins: Dims = plain(names)
+    summed = reduction != 0
+    return call.by(
+        Rule(
+            inputs=tuple(_operand(meta.shape, shape, ins) for meta in call.metas),
+            outputs=((),) if summed else (ins,),
+            lowering=dict.fromkeys(names, "scale") if reduction == MEAN else None,
+        )
+    )
+
+
+def _elementwise_backward(call: Call) -> Iterator[Strategy]:
+    """Yield those of its gradient; with a mean, a part divides by its own number of elements, so it is scaled."""
+    shape = call.result()
+    names = letters(len(shape))
+    dims = plain(names)
+    return call.by(
+        Rule(
+            inputs=tuple(_operand(meta.shape, shape, dims) for meta in call.metas),
+            outputs=(dims,),
+            lowering=dict.fromkeys(names, "scale") if call.arg("reduction") == MEAN else None,
+        )
+    )
+
+
+def _operand(shape: tuple[int, ...], whole: tuple[int, ...], dims: Dims) -> Dims:
+    """Return the dimensions of an operand that broadcasts to `whole`."""
+    tail = zip(shape, whole[len(whole) - len(shape) :], dims[len(dims) - len(shape) :], strict=True)
+    return tuple(dim if old == new else () for old, new, dim in tail)
+
+
+_FORWARD = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+_BACKWARD = ("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward")
+
+RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
+    "aten.nll_loss_forward.default": _nll_forward,
+    "aten.nll_loss2d_forward.default": _nll_forward,
+    "aten.nll_loss_backward.default": _nll_backward,
+    "aten.nll_loss2d_backward.default": _nll_backward,
+    **{f"aten.{name}.default": _elementwise for name in _FORWARD},
+    **{f"aten.{name}.default": _elementwise_backward for name in _BACKWARD},
+}

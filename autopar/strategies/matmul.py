@@ -1,0 +1,47 @@
+"""Sharding rules of matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.ir.rule import Dims, Rule
+from autopar.ir.strategy import Strategy
+from autopar.strategies.call import Call
+
+
+def _added(call: Call, added: str, product: str, rest: str) -> Iterator[Strategy]:
+    """Yield the strategies of `added + product`, where what is added broadcasts to the product's shape."""
+    rule = Rule.parse(rest)
+    out = rule.outputs[0] or ()
+    return call.by(
+        Rule(
+            inputs=(aligned(call.metas[0].shape, out), *rule.inputs),
+            outputs=rule.outputs,
+            added=frozenset({0}),
+        )
+    )
+
+
+def aligned(shape: tuple[int, ...], out: Dims) -> Dims:
+    """Return the dimensions of an operand that broadcasts to a result of dimensions `out`."""
+    tail = out[len(out) - len(shape) :]
+    return tuple(() if size == 1 else dim for size, dim in zip(shape, tail, strict=True))
+
+
+def _addmm(call: Call) -> Iterator[Strategy]:
+    return _added(call, "self", "mm", "mk kn -> mn")
+
+
+def _baddbmm(call: Call) -> Iterator[Strategy]:
+    return _added(call, "self", "bmm", "bmk bkn -> bmn")
+
+
+RULES = {
+    "aten.mm.default": Rule.parse("mk kn -> mn"),
+    "aten.bmm.default": Rule.parse("bmk bkn -> bmn"),
+    "aten.mv.default": Rule.parse("mk k -> m"),
+    "aten.dot.default": Rule.parse("k k -> ."),
+    "aten.addmm.default": _addmm,
+    "aten.baddbmm.default": _baddbmm,
+    "aten._scaled_mm.default": lambda call: (call.replicated(),),
+}

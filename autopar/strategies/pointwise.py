@@ -1,0 +1,161 @@
+"""Sharding rules of operators that work element by element, operands broadcasting to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from autopar.ir.graph import Const, Ref
+from autopar.ir.rule import Dims, Rule, letters, plain
+from autopar.ir.strategy import Strategy
+from autopar.ir.tensor import FLOATING
+from autopar.strategies.call import Call
+from autopar.strategies.matmul import aligned
+
+Groups = tuple[tuple[str, ...], ...]
+"""Sets of argument names in which an operator is linear together."""
+
+
+def pointwise(call: Call) -> Iterator[Strategy]:
+    """Yield the strategies of an operator on elements: every dimension splits, in all operands that have it."""
+    yield from _pointwise(call, _linear_in(call))
+
+
+def _pointwise(call: Call, linear: Groups) -> Iterator[Strategy]:
+    shape = next((meta.shape for meta in call.op.outputs if meta is not None), ())
+    out: Dims = plain(letters(len(shape)))
+    groups = [frozenset(i for name in group if (i := call.index(name)) is not None) for group in linear]
+    return call.by(
+        Rule(
+            inputs=tuple(aligned(meta.shape, out) for meta in call.metas),
+            outputs=tuple(None if meta is None else out for meta in call.op.outputs),
+            linear=tuple(dict.fromkeys(group for group in groups if group)),
+        )
+    )
+
+
+def _is_tensor(call: Call, name: str) -> bool:
+    return isinstance(call.arg(name), Ref)
+
+
+def _sum(call: Call) -> Groups:
+    return (("self", "other"),) if _is_tensor(call, "self") and _is_tensor(call, "other") else ()
+
+
+def _product(call: Call) -> Groups:
+    return (("self",), ("other",))
+
+
+def _self(call: Call) -> Groups:
+    return (("self",),)
+
+
+def _source(call: Call) -> Groups:
+    return (("src",),)
+
+
+def _gradient(call: Call) -> Groups:
+    return (("grad_output",),)
+
+
+def _cast(call: Call) -> Groups:
+    dtype = call.arg("dtype")
+    before = call.metas[0].dtype
+    after = dtype.value if isinstance(dtype, Const) else before
+    return (("self",),) if before in FLOATING and after in FLOATING else ()
+
+
+def _filled(call: Call) -> Groups:
+    return (("self",),) if call.arg("value") == 0 and not _is_tensor(call, "value") else ()
+
+
+def _whole_quotient(call: Call) -> Groups:
+    return (("self",),) if call.arg("rounding_mode") is None else ()
+
+
+LINEAR: Mapping[str, Callable[[Call], Groups]] = {
+    "aten.add.Tensor": _sum,
+    "aten.sub.Tensor": _sum,
+    "aten.mul.Tensor": _product,
+    "aten.mul.Scalar": _self,
+    "aten.div.Tensor": _self,
+    "aten.div.Scalar": _self,
+    "aten.div.Tensor_mode": _whole_quotient,
+    "aten.neg.default": _self,
+    "aten.clone.default": _self,
+    "aten.detach.default": _self,
+    "aten.alias.default": _self,
+    "aten.contiguous.default": _self,
+    "aten.lift_fresh_copy.default": _self,
+    "aten._to_copy.default": _cast,
+    "aten.copy.default": _source,
+    "aten.where.self": _sum,
+    "aten.masked_fill.Scalar": _filled,
+    "aten.native_dropout_backward.default": _gradient,
+    "aten._conj.default": _self,
+    "aten._conj_physical.default": _self,
+    "prims.convert_element_type.default": lambda call: (("a",),) if call.metas[0].dtype in FLOATING else (),
+}
+"""Operators that make terms of terms, and in which operands."""
+
+
+def _linear_in(call: Call) -> Groups:
+    found = LINEAR.get(call.op.target)
+    return found(call) if found is not None else ()
+
+
+_UNTAGGED = (
+    "aten.alias.default",
+    "aten.celu.default",
+    "aten.clamp_max.Tensor",
+    "aten.clamp_min.Tensor",
+    "aten.conj.default",
+    "aten._conj.default",
+    "aten._conj_physical.default",
+    "aten.contiguous.default",
+    "aten.copy.default",
+    "aten.detach.default",
+    "aten.elu_backward.default",
+    "aten.fill.Scalar",
+    "aten.fill.Tensor",
+    "aten.gelu_backward.default",
+    "aten.hardshrink_backward.default",
+    "aten.hardsigmoid_backward.default",
+    "aten.hardswish_backward.default",
+    "aten.hardtanh_backward.default",
+    "aten.isinf.default",
+    "aten.isnan.default",
+    "aten.leaky_relu_backward.default",
+    "aten.lift.default",
+    "aten.lift_fresh.default",
+    "aten.lift_fresh_copy.default",
+    "aten.log_sigmoid_forward.default",
+    "aten.log_sigmoid_backward.default",
+    "aten.logit_backward.default",
+    "aten.masked_fill.Scalar",
+    "aten.masked_fill.Tensor",
+    "aten.mish_backward.default",
+    "aten.native_dropout_backward.default",
+    "aten.nan_to_num.default",
+    "aten.polar.default",
+    "aten.complex.default",
+    "aten.prelu.default",
+    "aten._prelu_kernel.default",
+    "aten._prelu_kernel_backward.default",
+    "aten.relu6.default",
+    "aten.sigmoid_backward.default",
+    "aten.silu_backward.default",
+    "aten.softplus_backward.default",
+    "aten.softshrink_backward.default",
+    "aten.tanh_backward.default",
+    "aten.threshold_backward.default",
+    "aten.where.self",
+    "aten.where.Scalar",
+    "aten.where.ScalarOther",
+    "aten.where.ScalarSelf",
+    "aten.xlogy.Tensor",
+    "aten._to_copy.default",
+    "prims.convert_element_type.default",
+)
+"""Operators on elements that torch does not tag as pointwise in every version."""
+
+RULES: Mapping[str, Callable[[Call], Iterator[Strategy]]] = dict.fromkeys((*LINEAR, *_UNTAGGED), pointwise)

@@ -1,0 +1,72 @@
+"""The project's own rules, by operator; families live in one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+
+import torch
+
+from autopar.ir.rule import Rule
+from autopar.ir.strategy import Strategy
+from autopar.strategies import (
+    attention,
+    convolution,
+    embedding,
+    factories,
+    indexing,
+    loss,
+    matmul,
+    moe,
+    norms,
+    pointwise,
+    pooling,
+    random,
+    reductions,
+    slicing,
+    softmax,
+    views,
+)
+from autopar.strategies.call import Call, overload
+
+RuleOf = Callable[[Call], Iterable[Strategy]]
+
+_FAMILIES: tuple[Mapping[str, RuleOf | Rule], ...] = (
+    attention.RULES,
+    convolution.RULES,
+    embedding.RULES,
+    factories.RULES,
+    indexing.RULES,
+    loss.RULES,
+    matmul.RULES,
+    moe.RULES,
+    norms.RULES,
+    pointwise.RULES,
+    pooling.RULES,
+    random.RULES,
+    reductions.RULES,
+    slicing.RULES,
+    softmax.RULES,
+    views.RULES,
+)
+
+
+def _fixed(rule: Rule) -> RuleOf:
+    return lambda call: call.by(rule)
+
+
+RULES: Mapping[str, RuleOf] = {
+    target: _fixed(rule) if isinstance(rule, Rule) else rule for family in _FAMILIES for target, rule in family.items()
+}
+"""Every operator that has a rule of its own. Others that torch tags as pointwise are pointwise."""
+
+
+@lru_cache(maxsize=4096)
+def rule_of(target: str) -> RuleOf | None:
+    """Return the rule of an operator, or `None` where this table has none."""
+    if target in RULES:
+        return RULES[target]
+    op = overload(target)
+    if op is not None and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+        return random.drawn if torch.Tag.nondeterministic_seeded in op.tags else pointwise.pointwise
+    return None

@@ -1,0 +1,131 @@
+"""The integer program against exhaustive search, on small random tables."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.costs.timing import pairs, timing
+from autopar.ir.table import CostTable, Demand, Floats, Group, MemoryRow, Node
+from autopar.search.ilp import Limits, smallest_peak, solve
+
+FORWARD, SEGMENTS, POSITIONS = 2, 4, 3
+
+
+def make_table(rng: np.random.Generator, nodes: int, groups: int) -> CostTable:
+    counts = rng.integers(1, 4, size=nodes)
+    made = [
+        Node(f"n{i}", rng.random((k, SEGMENTS)) * (rng.random(SEGMENTS) < 0.5), rng.random(k) * 0.1)
+        for i, k in enumerate(counts)
+    ]
+    links = [make_group(rng, counts) for _ in range(groups)] if nodes > 1 else []
+    held = rng.random((POSITIONS, nodes, 3))
+    copied = [rng.random((POSITIONS, *group.price_s.shape)) for group in links]
+
+    def row(at: int) -> MemoryRow:
+        return MemoryRow(
+            at,
+            0.5,
+            {i: held[at, i, : counts[i]] for i in range(nodes)},
+            {g: np.where(group.price_s > 0, copied[g][at], 0.0) for g, group in enumerate(links)},
+        )
+
+    def curve(options: tuple[int, ...], copies: object) -> Floats:
+        del copies
+        return np.array([bytes_of(row(at), links, options) for at in range(POSITIONS)])
+
+    return CostTable(tuple(made), tuple(links), FORWARD, SEGMENTS, row, curve)
+
+
+def make_group(rng: np.random.Generator, counts: np.ndarray) -> Group:
+    nodes = rng.permutation(len(counts))
+    source, readers = int(nodes[0]), nodes[1 : 1 + int(rng.integers(1, 3))]
+    price = rng.random((2, 2)) * (1 - np.eye(2))
+    category = ("critical", "reduction", "prefetch")[int(rng.integers(3))]
+    hidden = np.zeros((2, 2)) if category == "critical" else price * 0.75
+    if rng.random() < 0.2:
+        price[0, 1] = hidden[0, 1] = np.inf
+    spread = np.zeros(SEGMENTS)
+    spread[int(rng.integers(SEGMENTS))] = int(rng.integers(1, 3))
+    return Group(
+        "g",
+        source,
+        rng.integers(0, 2, size=counts[source]),
+        tuple(Demand(int(r), rng.integers(0, 2, size=counts[r])) for r in readers),
+        price,
+        hidden,
+        category,
+        spread,
+    )
+
+
+def bytes_of(row: MemoryRow, groups: list[Group], options: tuple[int, ...]) -> float:
+    held = row.fixed_bytes + sum(values[options[node]] for node, values in row.nodes.items())
+    return held + sum(row.groups[g][pair] for g, group in enumerate(groups) for pair in pairs(group, options))
+
+
+def exhaustive(table: CostTable, budget: float) -> float:
+    best = np.inf
+    for options in itertools.product(*(range(node.options) for node in table.nodes)):
+        if table.memory_curve(options, []).max() <= budget:
+            best = min(best, timing(table, options).step_s)
+    return float(best)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(0, 6), st.floats(1.0, 8.0))
+def test_the_integer_program_finds_what_exhaustive_search_finds(
+    seed: int, nodes: int, groups: int, budget: float
+) -> None:
+    table = make_table(np.random.default_rng(seed), nodes, groups)
+
+    found = solve(table, Limits(memory_bytes=budget))
+
+    best = exhaustive(table, budget)
+    if np.isinf(best):
+        assert found.status == "infeasible"
+    else:
+        assert found.objective_s == pytest.approx(best, rel=1e-6, abs=1e-9)
+        assert timing(table, found.options).step_s == pytest.approx(best, rel=1e-6, abs=1e-9)
+        assert found.bound_s <= best + 1e-9
+        assert found.peak_bytes <= budget
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(0, 4))
+def test_the_smallest_peak_is_that_of_exhaustive_search(seed: int, nodes: int, groups: int) -> None:
+    table = make_table(np.random.default_rng(seed), nodes, groups)
+
+    found = smallest_peak(table, Limits(memory_bytes=1.0))
+
+    peaks = [
+        table.memory_curve(options, []).max()
+        for options in itertools.product(*(range(node.options) for node in table.nodes))
+        if np.isfinite(timing(table, options).step_s)
+    ]
+    if peaks:
+        assert found.peak_bytes == pytest.approx(min(peaks), rel=1e-6)
+    else:
+        assert not found.options
+
+
+def test_a_table_that_cannot_beat_the_cutoff_is_given_up() -> None:
+    table = make_table(np.random.default_rng(7), 4, 3)
+    best = exhaustive(table, 100.0)
+
+    found = solve(table, Limits(memory_bytes=100.0, cutoff_s=best * 0.5))
+
+    assert found.status == "cutoff"
+    assert not found.options
+
+
+def test_the_same_seed_gives_the_same_options() -> None:
+    table = make_table(np.random.default_rng(3), 6, 6)
+
+    first, second = (solve(table, Limits(memory_bytes=100.0, seed=5)) for _ in range(2))
+
+    assert first == second
