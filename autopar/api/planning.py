@@ -16,11 +16,11 @@ from autopar.costs.table import Builder, Pricing
 from autopar.costs.timing import timing
 from autopar.errors import InfeasibleError, UnknownOperatorError, UsageError
 from autopar.ir.graph import Graph, Op
-from autopar.ir.plan import Alternative, Fingerprint, Plan, Solver, Warned, Workload
+from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, Warned, Workload
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.ilp import Ilp, Limits, Solution, smallest_peak, solve_program
-from autopar.search.meshes import Candidate, candidates
+from autopar.search.meshes import Candidate, MeshAxis, candidates
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import compose
 from autopar.version import __version__
@@ -94,6 +94,26 @@ class Planner:
         if best.outcome is None:
             raise self._infeasible(graph, wishes, solved)
         return self._finish(best, solved, time.monotonic() - started)
+
+    def follow(self, known: Decisions) -> Decisions:
+        """Return decisions for a program of a model whose parameters already are where `known` says.
+
+        For evaluation: the mesh and the parameters are given, only the operators are open.
+
+        Raises:
+            InfeasibleError: no plan fits beside the parameters.
+        """
+        wishes = Wishes(fixed={}, forbidden=(), zero=None, constraints=(), resting=known.parameters)
+        graph = unfold_if_split(self.program.graph, wishes)
+        axes = known.mesh.axes
+        candidate = tuple(
+            MeshAxis("free" if place >= len(axes) - 2 else "dp_shard", axis.size) for place, axis in enumerate(axes)
+        )
+        found = self._bound(graph, candidate, wishes, self.options.time_limit)
+        solved = found if isinstance(found, Solved) else self._solve(graph, found, inf, self.options.time_limit)
+        if solved.outcome is None:
+            raise self._infeasible(graph, wishes, [solved])
+        return solved.outcome.decisions(known.mesh, known.degrees)
 
     def _meshes(self, wishes: Wishes) -> list[Candidate]:
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Placement, Shard
-from autopar.ir.plan import Gather
+from autopar.ir.plan import Gather, ParameterDecision
 from autopar.ir.strategy import MeshStrategy
 from autopar.options import Constraint, PlanOptions
 from autopar.search.meshes import Candidate
@@ -30,6 +30,8 @@ class Wishes:
     forbidden: tuple[str, ...]
     zero: int | None
     constraints: tuple[Constraint, ...]
+    resting: Mapping[str, ParameterDecision] = field(default_factory=dict)
+    """Where parameters are already and stay, by name; empty where that is open."""
 
     @property
     def gathers(self) -> frozenset[Gather]:
@@ -56,6 +58,10 @@ class Wishes:
         left = dict(options)
         for op in graph.ops:
             if op.kind != "parameter" or graph.representative(op.name) != op.name:
+                continue
+            if op.target in self.resting:
+                at = self.resting[op.target].placements
+                left[op.name] = tuple(s for s in left[op.name] if s.outputs[0] == at)
                 continue
             for place, axis in enumerate(candidate):
                 wants_shard = axis.role == "dp_shard" and ("dp_shard" in self.fixed or self.zero in {1, 2, 3})
@@ -105,9 +111,11 @@ def not_yet(key: str, value: object) -> UsageError:
 
 def unfold_if_split(graph: Graph, wishes: Wishes) -> Graph:
     """Return the graph with its equal layers apart, if a constraint tells them apart."""
-    concerned: dict[str, set[bool]] = {}
+    concerned: dict[str, set[object]] = {}
     for op in graph.ops:
         if op.kind == "parameter":
+            if op.target in wishes.resting:
+                concerned.setdefault(graph.representative(op.name), set()).add(wishes.resting[op.target].placements)
             for number, constraint in enumerate(wishes.constraints):
                 key = f"{number} {graph.representative(op.name)}"
                 concerned.setdefault(key, set()).add(_concerns(constraint, graph, op))

@@ -53,12 +53,12 @@ class _Search:
 
     def _equal_layers(self, instances: list[list[Op]], depth: int) -> None:
         """Fold the layers whose paths are `depth` parts long, and the equal parts of those that differ."""
-        layers = Layers(self._graph, self._kinds, instances, _Surroundings(depth, instances))
+        around = _Surroundings(depth, instances)
+        layers = Layers(self._graph, self._kinds, instances, around)
         self._fold(layers)
-        different = [position for position, names in enumerate(layers.names) if names[0] not in self.fold]
+        different = [ops for ops in instances if ops[0].name not in self.fold]
         if len(different) > 1 and not layers.alternating:
-            around = _Surroundings(depth, [instances[position] for position in different])
-            self._equal_parts([instances[position] for position in different], depth, around)
+            self._equal_parts(different, depth, around)
 
     def _equal_parts(self, instances: list[list[Op]], depth: int, around: _Surroundings) -> None:
         """Fold the equal ones of children of the same name (`layers.0.mlp`, `layers.5.mlp`), and go into the others."""
@@ -108,11 +108,28 @@ def _containers(graph: Graph) -> dict[Path, dict[int, list[Op]]]:
         for depth, part in enumerate(path):
             if part.isdigit():
                 found.setdefault(path[:depth], {}).setdefault(int(part), []).append(op)
-    return {
-        container: {index: _ordered(ops) for index, ops in instances.items()}
-        for container, instances in found.items()
-        if len(instances) > 1
-    }
+    own = {container: _own(graph, instances) for container, instances in found.items() if len(instances) > 1}
+    return {container: instances for container, instances in own.items() if len(instances) > 1}
+
+
+def _own(graph: Graph, instances: Mapping[int, list[Op]]) -> dict[int, list[Op]]:
+    """Return the layers without what they compute of outside values for other layers as well (a table's view, say).
+
+    The first layer that needed such a value is the one that made it; it is no part of that layer.
+    """
+    layer = {op.name: index for index, ops in instances.items() for op in ops}
+    ordered = sorted((op for ops in instances.values() for op in ops), key=lambda op: graph.position[op.name])
+    free: set[str] = set()
+    for op in ordered:
+        if op.kind in {"call", "constant"} and all(ref.op in free or ref.op not in layer for ref in op.refs):
+            free.add(op.name)
+    shared: set[str] = set()
+    for op in reversed(ordered):
+        users = graph.users[op.name]
+        if op.name in free and any(user in shared or layer.get(user, layer[op.name]) != layer[op.name] for user in users):
+            shared.add(op.name)
+    own = {index: _ordered([op for op in ops if op.name not in shared]) for index, ops in instances.items()}
+    return {index: ops for index, ops in own.items() if ops}
 
 
 class _Surroundings:

@@ -114,7 +114,9 @@ class Rule:
         shards in which outputs would be welcome: each is offered if the operator can carry it. Whether dimensions
         divide evenly is the caller's to check.
         """
-        yield Strategy((Replicate(),) * len(self.inputs), tuple(None if d is None else Replicate() for d in self.outputs))
+        yield Strategy(
+            (Replicate(),) * len(self.inputs), tuple(None if d is None else Replicate() for d in self.outputs)
+        )
         sizes = self._sizes(shapes, results)
         digits: dict[Digit, None] = {(factor, 1): None for factor in self.factors}
         tensors = (*zip(self.inputs, hints, strict=False), *zip(self.outputs, wanted, strict=False))

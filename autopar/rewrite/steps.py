@@ -112,7 +112,8 @@ class _Step:
         return self._move(_ATEN.alias.default if first else _ATEN.zeros_like.default, value)
 
     def all_reduce(self, value: fx.Node) -> fx.Node:
-        return self._exchange(C10D.all_reduce.default, value, self._partial().reduce)
+        value, reduce = self._summand(value)
+        return self._exchange(C10D.all_reduce.default, value, reduce)
 
     def all_gather(self, value: fx.Node) -> fx.Node:
         dim, runs = self._shard(self.step.before).dim, local_outer(self.step.before, self.step.axis, self.sizes)
@@ -121,8 +122,16 @@ class _Step:
 
     def reduce_scatter(self, value: fx.Node) -> fx.Node:
         dim, runs = self._shard(self.step.after).dim, local_outer(self.step.after, self.step.axis, self.sizes)
+        value, reduce = self._summand(value)
         buffer = self._to_front(value, self.shape_before, dim, runs)
-        return self._exchange(C10D.reduce_scatter_tensor.default, buffer, self._partial().reduce, self.size)
+        return self._exchange(C10D.reduce_scatter_tensor.default, buffer, reduce, self.size)
+
+    def _summand(self, value: fx.Node) -> tuple[fx.Node, str]:
+        """Return the local term and how to reduce it: gloo has no mean, so that becomes a sum of fractions."""
+        reduce = self._partial().reduce
+        if reduce != "avg":
+            return value, reduce
+        return self._move(_ATEN.div.Scalar, value, self.size), "sum"
 
     def all_to_all(self, value: fx.Node) -> fx.Node:
         """Send the blocks of the digit split next, receive those of the digit split before.

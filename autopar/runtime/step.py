@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,13 +34,13 @@ class Bound:
         self._backend = backend
         self._mesh: Mesh = groups.mesh
         self.flatten = program.call.flatten
-        self.rebuild = program.result.rebuild
         self.forward = backend(program.local.forward, groups.names, boxed=False)
         self._backwards: dict[frozenset[int], Callable[[list[Any]], Sequence[Any]]] = {}
         self._find_sources(model, ranks)
         self._expect_inputs()
         local = program.local
         self.outputs = len(local.outputs)
+        self.rebuild = _rebuild(program, self.outputs)
         self.saved_from = self.outputs + len(local.mutations)
         self._specs = [self._spec(each) for each in local.outputs]
         self.plain = not any(self._specs)
@@ -216,6 +217,17 @@ class _Step(torch.autograd.Function):
             ctx.values = None
         del values
         return (None, None, *bound.backward(arguments, grads))
+
+
+def _rebuild(program: Program, count: int) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes the model's return value of its tensors; where that is one tensor or a tuple, at no cost."""
+    marks = [object() for _ in range(count)]
+    made = program.result.rebuild(marks)
+    if count == 1 and made is marks[0]:
+        return operator.itemgetter(0)
+    if type(made) is tuple and len(made) == count and all(a is b for a, b in zip(made, marks, strict=True)):
+        return tuple
+    return program.result.rebuild
 
 
 def _local_tangent(grad: torch.Tensor, spec: Any) -> torch.Tensor:

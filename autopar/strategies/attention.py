@@ -84,9 +84,7 @@ def _blank(shape: tuple[int, ...]) -> Dims:
     return ((),) * len(shape)
 
 
-def _split_all(
-    call: Call, inputs: dict[str, Dims], outputs: list[Dims | None], *, exact: bool
-) -> Iterator[Strategy]:
+def _split_all(call: Call, inputs: dict[str, Dims], outputs: list[Dims | None], *, exact: bool) -> Iterator[Strategy]:
     """Yield the strategies; outputs without meaning (philox state, empty placeholders) stay whole."""
     apart: frozenset[tuple[int, str]] = frozenset()
     for index, dims in enumerate(outputs):
@@ -116,7 +114,9 @@ def _backward(mask: str, gradient: str, sums: str) -> Callable[[Call], Iterable[
 
 RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _forward("attn_mask"),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _backward("attn_mask", "grad_out", "logsumexp"),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _backward(
+        "attn_mask", "grad_out", "logsumexp"
+    ),
     "aten._scaled_dot_product_flash_attention.default": _forward("attn_mask"),
     "aten._scaled_dot_product_flash_attention_backward.default": _backward("attn_bias", "grad_out", "logsumexp"),
     "aten._scaled_dot_product_efficient_attention.default": _forward("attn_bias"),

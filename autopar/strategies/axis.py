@@ -52,12 +52,12 @@ def axis_strategies(
     return AxisStrategies(tuple(dict.fromkeys((replicated, *kept))), known=True)
 
 
-def fits(
-    strategy: Strategy, metas: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...], size: int
-) -> bool:
+def fits(strategy: Strategy, metas: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...], size: int) -> bool:
     """Return whether every shard is even, and every term is of a type whose sum means something."""
     inputs = zip(metas, strategy.inputs, strict=True)
-    return all(_fits(meta, placement, size) for meta, placement in (*inputs, *zip(outputs, strategy.outputs, strict=True)))
+    return all(
+        _fits(meta, placement, size) for meta, placement in (*inputs, *zip(outputs, strategy.outputs, strict=True))
+    )
 
 
 def _fits(meta: TensorMeta | None, placement: Placement | None, size: int) -> bool:

@@ -125,9 +125,7 @@ class Call:
         for name, each in inputs.items():
             for index in self._index.get(name, ()):
                 dims[index] = each
-        made = tuple(
-            each if meta is not None else None for each, meta in zip(outputs, self.op.outputs, strict=True)
-        )
+        made = tuple(each if meta is not None else None for each, meta in zip(outputs, self.op.outputs, strict=True))
         places = {name: self._index.get(name, ()) for name in (*added, *(n for group in linear for n in group))}
         rule = Rule(
             inputs=tuple(dims),

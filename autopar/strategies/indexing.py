@@ -180,4 +180,3 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.index_copy.default": _index_copy,
     "aten.masked_scatter.default": _masked_scatter,
 }
-

@@ -27,7 +27,9 @@ def _dropped(names: Sequence[str], dim: int) -> Dims:
     return plain(name for i, name in enumerate(names) if i != dim)
 
 
-def _runs(call: Call, dim: int, sizes: Mapping[int, int], results: Mapping[int, int], common: int) -> Iterator[Strategy]:
+def _runs(
+    call: Call, dim: int, sizes: Mapping[int, int], results: Mapping[int, int], common: int
+) -> Iterator[Strategy]:
     """Yield the strategies that split equal runs of `p` elements along `dim` of every tensor.
 
     `sizes` and `results` are the extents of inputs and outputs (by index) that consist of whole runs; `common` is what
@@ -103,17 +105,13 @@ def _slice_scatter(call: Call) -> Iterator[Strategy]:
 def _select(call: Call) -> Iterator[Strategy]:
     rank = len(call.metas[0].shape)
     names, dim = letters(rank), call.dim("dim", rank)
-    return call.by(
-        Rule(inputs=(_without(names, dim),), outputs=(_dropped(names, dim),), linear=(frozenset({0}),))
-    )
+    return call.by(Rule(inputs=(_without(names, dim),), outputs=(_dropped(names, dim),), linear=(frozenset({0}),)))
 
 
 def _select_backward(call: Call) -> Iterator[Strategy]:
     rank = len(call.result())
     names, dim = letters(rank), call.dim("dim", rank)
-    return call.by(
-        Rule(inputs=(_dropped(names, dim),), outputs=(_without(names, dim),), linear=(frozenset({0}),))
-    )
+    return call.by(Rule(inputs=(_dropped(names, dim),), outputs=(_without(names, dim),), linear=(frozenset({0}),)))
 
 
 def _select_scatter(call: Call) -> Iterator[Strategy]:

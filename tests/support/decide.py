@@ -1,14 +1,19 @@
-"""Decisions for tests, without a search: everything replicated, parameters sharded at rest if asked."""
+"""Decisions for tests, without a search: everything replicated, drawn at random, or what moves least."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping
 
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.placement import Layout, Placement, Replicate, Shard, is_valid, nest
+from autopar.ir.placement import Layout, Placement, Replicate, Shard, is_valid, local_shape, nest
 from autopar.ir.plan import Decisions, Gather, OperatorDecision, ParameterDecision
+from autopar.ir.reshard import is_reachable, route
 from autopar.ir.strategy import MeshStrategy, Strategy
+from autopar.strategies.axis import axis_strategies
+from autopar.strategies.compose import AxisSpec, compose
 
 
 def mesh_of(**sizes: int) -> Mesh:
@@ -73,3 +78,81 @@ def decide(
         outputs=results,
         collectives=(),
     )
+
+
+def drawn(graph: Graph, mesh: Mesh, seed: int, *, gather: Gather = "per_phase", greedy: bool = False) -> Decisions:
+    """Return decisions drawn at random among all strategies that the rules admit; `greedy`: those that move least.
+
+    Equal layers share decisions, as in a plan. Random decisions are far from good ones, which is
+    the point: every operator meets every layout.
+    """
+    rng = random.Random(seed)
+    sizes = mesh.sizes
+    choices = compose(graph, [AxisSpec(axis.size) for axis in mesh.axes], axis_strategies)
+    decided: dict[str, OperatorDecision] = {}
+    made: dict[Ref, Layout | None] = {}
+    for op in graph.ops:
+        rep = graph.representative(op.name)
+        if rep not in decided:
+            have = [made.get(ref) for ref in op.refs]
+            options = [s for s in choices.of[rep] if _possible(graph, op, s, have)]
+            if not options:
+                raise ValueError(f"no strategy of {op.where} can be reached from {have}")
+            if greedy:
+                order = rng.sample(range(len(options)), len(options))
+                chosen = options[min(order, key=lambda i: _moved(graph, op, options[i], have, sizes))]
+            else:
+                chosen = rng.choice(options)
+            decided[rep] = OperatorDecision(target=op.target, strategy=chosen)
+        for index, layout in enumerate(decided[rep].strategy.outputs):
+            made[Ref(op.name, index)] = layout
+    parameters = {
+        name: ParameterDecision(placements=_made(decided, graph, op), gather=gather)
+        for op in graph.ops
+        if op.kind in {"parameter", "buffer"}
+        for name in graph.aliases.get(op.target, (op.target,))
+    }
+    outputs: dict[str, Layout] = {}
+    tangents = {op.target: _made(decided, graph, op) for op in graph.ops if op.kind == "tangent"}
+    for output in graph.outputs:
+        if output.kind == "output":
+            outputs[output.name] = tangents.get(output.name, (Replicate(),) * len(mesh.axes))
+    return Decisions(
+        degrees={axis.name: axis.size for axis in mesh.axes},
+        mesh=mesh,
+        parameters=parameters,
+        operators=decided,
+        outputs=outputs,
+        collectives=(),
+    )
+
+
+def _made(decided: Mapping[str, OperatorDecision], graph: Graph, op: Op) -> Layout:
+    layout = decided[graph.representative(op.name)].strategy.outputs[0]
+    assert layout is not None
+    return layout
+
+
+def _possible(graph: Graph, op: Op, strategy: MeshStrategy, have: list[Layout | None]) -> bool:
+    pairs = zip(have, strategy.inputs, strict=True)
+    if not all(layout is None or is_reachable(layout, want) for layout, want in pairs):
+        return False
+    # What leaves the program whole must be able to: terms of a maximum, say, cannot become terms of a sum.
+    return True
+
+
+def _moved(
+    graph: Graph, op: Op, strategy: MeshStrategy, have: list[Layout | None], sizes: tuple[int, ...]
+) -> float:
+    moved = 0.0
+    for ref, layout, want in zip(op.refs, have, strategy.inputs, strict=True):
+        if layout is not None and layout != want:
+            meta = graph.meta(ref)
+            steps = route(layout, want, meta.shape, sizes)
+            moved += sum(s.message_numel(meta.shape, sizes) for s in steps if s.communicates) * meta.item_bytes
+    held = sum(
+        math.prod(local_shape(meta.shape, layout, sizes)) * meta.item_bytes
+        for meta, layout in zip(op.outputs, strategy.outputs, strict=True)
+        if meta is not None and layout is not None
+    )
+    return moved + held

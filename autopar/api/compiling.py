@@ -1,0 +1,243 @@
+"""`autopar.compile`: from the user's module to one that runs its share of the plan on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api import Cluster, captured_for, plan_captured, read_cluster
+from autopar.api.planning import Planner, Program
+from autopar.api.stale import require_fresh
+from autopar.capture import Captured
+from autopar.errors import UsageError
+from autopar.ir.plan import Decisions, Plan
+from autopar.ir.plan_json import from_json, load, to_json
+from autopar.options import PlanOptions
+from autopar.progress import Progress, Silent
+from autopar.rewrite import rewrite
+from autopar.runtime import InitFn, Ranks, Runner, compiled
+from autopar.runtime import Program as LocalProgram
+from cost_models.cluster import ClusterSpec
+
+PLAN_VARIABLE = "AUTOPAR_PLAN"
+"""Environment variable by which `autopar run` names the plan file."""
+
+_BACKENDS = ("eager", "inductor")
+_FOLLOW_LIMIT_S = 20.0
+"""Seconds that the search for an evaluation program may take while a job waits."""
+
+
+def compile_model(
+    model: nn.Module,
+    cluster: Cluster | None = None,
+    *,
+    cluster_spec: Cluster | None = None,
+    example_inputs: tuple[Any, ...] | dict[str, Any] | None = None,
+    plan: Plan | str | Path | None = None,
+    init_fn: InitFn | None = None,
+    backend: str = "eager",
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Return `model` as a program sharded over all ranks, with the same call signature and parameter names.
+
+    `example_inputs` is the global batch, a tuple or a dict; every rank passes the whole batch to every call
+    and gets the global loss. Without it, planning waits for the first call. `plan` (a `Plan` or a file; also
+    the variable AUTOPAR_PLAN, which `autopar run` sets) replaces the search. Every rank gets rank 0's plan.
+    `init_fn(module)` initialises modules whose parameters are on meta. Options are those of `autopar plan`.
+
+    Raises:
+        AutoparError: what a user can cause, on all ranks.
+    """
+    if backend not in _BACKENDS:
+        raise UsageError(f"backend={backend!r} is unknown; backends are {', '.join(_BACKENDS)}")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    parsed = PlanOptions.parse(**options)
+    given = _given_plan(plan)
+    spec = (
+        read_cluster(cluster, cluster_spec)
+        if cluster is not None or cluster_spec is not None or given is None
+        else None
+    )
+    ranks = Ranks.join(device or _device_type(spec))
+    job = Job(model, spec, ranks, parsed, init_fn, backend, progress or Silent(), given)
+    if example_inputs is not None:
+        return job.build(job.capture(example_inputs, training=model.training))
+    if given is not None:
+        return job.build(None)
+    return _lazy(model, job)
+
+
+def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
+    if plan is None:
+        named = os.environ.get(PLAN_VARIABLE)
+        return load(named) if named else None
+    return plan if isinstance(plan, Plan) else load(plan)
+
+
+def _device_type(spec: ClusterSpec | None) -> str | None:
+    if spec is None:
+        return None
+    return "cpu" if spec.device.kind == "cpu" else "cuda"
+
+
+@dataclass
+class Job:
+    """One `compile`: what was asked for, and the plan once it exists."""
+
+    model: nn.Module
+    cluster: ClusterSpec | None
+    ranks: Ranks
+    options: PlanOptions
+    init_fn: InitFn | None
+    backend: str
+    progress: Progress
+    plan: Plan | None
+    _captured: dict[tuple[bool, bool], Captured] = field(init=False, default_factory=dict)
+
+    def capture(self, example_inputs: Any, *, training: bool, grad: bool = True) -> Captured:
+        """Return the program for calls like the example; all ranks must have the same.
+
+        Raises:
+            RanksDisagreeError: they do not.
+        """
+        with self.ranks.together("capture the model"):
+            captured = captured_for(self.model, example_inputs, self._precision, training=training, with_backward=grad)
+        self.ranks.agree("captured program", captured.graph.fingerprint)
+        return captured
+
+    @property
+    def _precision(self) -> str:
+        return self.plan.workload.precision if self.plan is not None else self.options.precision
+
+    def build(self, captured: Captured | None, *, in_place: bool = False) -> nn.Module:
+        """Return the compiled module: planned for `captured`, or by the plan that was given."""
+        plan = self._shared_plan(captured)
+        self.plan = plan
+        training = captured.training if captured is not None else True
+        if captured is not None:
+            self._captured[training, True] = captured
+        runner = Runner(
+            plan.decisions, self.ranks, self._program_for, planned=(training, True), backend=_backend(self.backend)
+        )
+        return compiled(self.model, runner, init_fn=self.init_fn, in_place=in_place)
+
+    def _shared_plan(self, captured: Captured | None) -> Plan:
+        """Return rank 0's plan, searched or given, checked against the program."""
+        text = ""
+        with self.ranks.together("plan"):
+            if self.ranks.rank == 0:
+                if self.plan is None and captured is not None and self.cluster is not None:
+                    name = type(self.model).__name__
+                    self.plan = plan_captured(captured, name, self._cluster_of_job(), self.options, self.progress)
+                if self.plan is None:
+                    raise UsageError("there is neither a plan nor an example batch to make one from")
+                text = to_json(self.plan)
+        plan = from_json(self.ranks.from_first(text), "rank 0's plan")
+        with self.ranks.together("check the plan"):
+            self.ranks.require(plan.decisions.mesh)
+            if captured is not None:
+                require_fresh(plan, captured.graph, _torch_version(), self.cluster)
+        return plan
+
+    def _cluster_of_job(self) -> ClusterSpec:
+        """Return the cluster, which must have as many devices as there are ranks."""
+        spec = self.cluster
+        if spec is None:
+            raise UsageError("no cluster given")
+        if spec.device_count != self.ranks.world_size:
+            running, planned = self.ranks.world_size, spec.device_count
+            raise UsageError(
+                f"the cluster {spec.name!r} has {planned} devices but {running} rank{'s are' if running > 1 else ' is'} "
+                f"running; start the script with torchrun --nproc-per-node {spec.devices_per_node}"
+                f"{f' --nnodes {spec.node_count}' if spec.node_count > 1 else ''}, or give a cluster of {running}"
+            )
+        return spec
+
+    def _program_for(
+        self, training: bool, grad: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LocalProgram:
+        captured = self._captured.pop((training, grad), None)
+        planned = captured is not None
+        if captured is None:
+            example = _as_example(args, kwargs)
+            captured = self.capture(example, training=training, grad=grad)
+        plan = self.plan
+        if plan is None:
+            raise RuntimeError("programs are asked for after planning")
+        decisions = plan.decisions
+        if training and grad:
+            if not planned:
+                require_fresh(plan, captured.graph, _torch_version())
+        elif captured.graph.fingerprint != plan.fingerprint.graph:
+            decisions = self._follow(plan, captured)
+        with self.ranks.together("rewrite the program"):
+            programs = rewrite(captured.joint, captured.graph, decisions, self.ranks.rank)
+        return LocalProgram(captured.call, captured.result, captured.placeholders, captured.constants, programs)
+
+    def _follow(self, plan: Plan, captured: Captured) -> Decisions:
+        """Return rank 0's decisions for another program of the model, its parameters where the plan has them."""
+        found: Decisions | None = None
+        with self.ranks.together("plan the evaluation program"):
+            if self.ranks.rank == 0:
+                spec = self.cluster or ClusterSpec.from_dict(plan.cluster)
+                program = Program(captured.graph, plan.workload.model, _torch_version())
+                options = PlanOptions(
+                    precision=plan.workload.precision, optimizer="none", time_limit=_FOLLOW_LIMIT_S, memory_margin=0.0
+                )
+                found = Planner(program, spec, options, Silent()).follow(plan.decisions)
+        shared: Decisions = self.ranks.from_first(found)
+        return shared
+
+
+def _as_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return a call's arguments in the form that capture takes."""
+    if args and kwargs:
+        from autopar.capture import CallArguments
+
+        return CallArguments(args, dict(kwargs))
+    return dict(kwargs) if kwargs else args
+
+
+def _backend(name: str) -> Any:
+    if name == "eager":
+        return None
+    from autopar.runtime.executable import inductor_graph
+
+    return inductor_graph
+
+
+def _torch_version() -> str:
+    return torch.__version__.partition("+")[0]
+
+
+def _lazy(model: nn.Module, job: Job) -> nn.Module:
+    """Return a copy of the module that plans at its first call, keeping its parameter objects."""
+    from autopar.runtime.module import copy_tree
+
+    waiting = copy_tree(model, {})
+    kind = type(model)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        job.model = self
+        self.__class__ = kind
+        try:
+            built = job.build(job.capture(_as_example(args, kwargs), training=self.training), in_place=True)
+        except BaseException:
+            self.__class__ = lazy
+            raise
+        self.__dict__.update(built.__dict__)
+        self.__class__ = built.__class__
+        return self(*args, **kwargs)
+
+    lazy = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    waiting.__class__ = lazy
+    return waiting

@@ -1,0 +1,130 @@
+"""Real gloo ranks for tests: processes that stay up, so that torch is imported once.
+
+    with RankPool(2) as pool:
+        outcomes = pool.run(function, argument)     # function(rank, argument) on every rank
+        outcomes[0].value                           # or .error, if the function raised there
+
+`function` is a module-level function of a test module. A task that takes too long
+kills all ranks and fails the test; the next task starts new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a task came to on one rank."""
+
+    value: Any = None
+    error: str = ""
+    """Type and text of the exception, empty if there was none."""
+
+    kind: str = ""
+    """Name of the exception's type."""
+
+    trace: str = ""
+
+
+class RankPool:
+    """Gloo ranks that run one task after another."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
+        self._workers: list[tuple[Any, Connection]] = []
+        self._started = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, task: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Outcome]:
+        """Return each rank's outcome of `task(rank, *args)`; fails if not all have come within `timeout_s`."""
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((task, args))
+        outcomes: list[Outcome | None] = [None] * self._ranks
+        end = time.monotonic() + timeout_s
+        while None in outcomes:
+            pending = [pipe for (_, pipe), outcome in zip(self._workers, outcomes, strict=True) if outcome is None]
+            ready = wait(pending, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                self.close(kill=True)
+                late = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+                raise TimeoutError(f"ranks {late} did not finish within {timeout_s} s; others: {outcomes}")
+            for rank, (_, pipe) in enumerate(self._workers):
+                if pipe in ready:
+                    try:
+                        outcomes[rank] = pipe.recv()
+                    except EOFError:
+                        self.close(kill=True)
+                        raise RuntimeError(f"rank {rank} died") from None
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def values(self, task: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+        """Return each rank's result; fails with the first rank's traceback if any raised."""
+        outcomes = self.run(task, *args, timeout_s=timeout_s)
+        failed = [outcome for outcome in outcomes if outcome.error]
+        if failed:
+            raise AssertionError(failed[0].trace)
+        return [outcome.value for outcome in outcomes]
+
+    def close(self, *, kill: bool = False) -> None:
+        """Stop the ranks."""
+        for process, pipe in self._workers:
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+        for process, pipe in self._workers:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._started += 1
+        store = str(Path(self._folder.name) / f"store{self._started}")
+        for rank in range(self._ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self._ranks, store), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    while (task := pipe.recv()) is not None:
+        function, args = task
+        try:
+            outcome = Outcome(value=function(rank, *args))
+        except Exception as error:  # noqa: BLE001
+            outcome = Outcome(error=f"{type(error).__name__}: {error}", kind=type(error).__name__, trace=traceback.format_exc())
+        pipe.send(outcome)
+    dist.destroy_process_group()
