@@ -1,4 +1,4 @@
-"""Every name of torch that is private or moves between versions, in one place (tested on 2.13, meant to work on 2.11)."""
+"""Every name of torch that is private or moves between versions, in one place (tested on 2.13, meant for 2.11 too)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export as dynamo_capture
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
@@ -37,10 +36,9 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
-    "TorchDynamoException",
     "TorchFunctionMode",
-    "aot_export_joint_with_descriptors",
     "allow_plain_beside_dtensor",
+    "aot_export_joint_with_descriptors",
     "assign_attribute",
     "delete_attribute",
     "direct_call",
@@ -53,6 +51,7 @@ __all__ = [
     "local_of",
     "pytree",
     "storage_key",
+    "traced_stack",
 ]
 
 
@@ -65,6 +64,22 @@ def dynamo_settings(**wanted: Any) -> Any:
 def is_registered_node(kind: type) -> bool:
     """Return whether pytree opens values of exactly this type."""
     return kind in pytree.SUPPORTED_NODES
+
+
+def traced_stack(error: BaseException) -> str:
+    """Return the frames that Dynamo was reading when it raised, outermost first, as lines of a traceback.
+
+    Errors of Dynamo's own carry them; for others they are found in the frames of its interpreter.
+    """
+    frames = [(each.filename, each.lineno) for each in getattr(error, "real_stack", None) or ()]
+    step = error.__traceback__
+    while step is not None and not getattr(error, "real_stack", None):
+        reader = step.tb_frame.f_locals.get("self")
+        code, line = getattr(reader, "f_code", None), getattr(reader, "lineno", None)
+        if code is not None and line is not None and (code.co_filename, line) not in frames:
+            frames.append((code.co_filename, line))
+        step = step.tb_next
+    return "".join(f'File "{file}", line {line}\n' for file, line in frames)
 
 
 def storage_key(value: torch.Tensor) -> int:
@@ -82,7 +97,9 @@ def direct_call(overload: Any) -> Any:
     return overload._op if isinstance(overload, torch._ops.OpOverload) else overload
 
 
-def dtensor_spec(mesh: Any, placements: Any, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Any:
+def dtensor_spec(
+    mesh: Any, placements: Any, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Any:
     """Return the description of a DTensor that `dtensor_of` takes: made once, used at every step."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -93,7 +110,7 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """Return the DTensor whose local shard is `local`; `DTensor.from_local` without its checks and its graph node."""
     from torch.distributed.tensor import DTensor
 
-    made: torch.Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    made: torch.Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return made
 
 

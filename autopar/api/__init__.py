@@ -122,7 +122,7 @@ def _check_batch(captured: Captured, options: PlanOptions) -> None:
         )
 
 
-def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001  the contract's name
+def compile(*args: Any, **kwargs: Any) -> Any:
     """Return the model as a sharded program; see `autopar.api.compiling`."""
     from autopar.api.compiling import compile_model
 

@@ -15,6 +15,7 @@ from autopar.api import Cluster, captured_for, plan_captured, read_cluster
 from autopar.api.planning import Planner, Program
 from autopar.api.stale import require_fresh
 from autopar.capture import Captured
+from autopar.capture.recompute import recomputed
 from autopar.errors import UsageError
 from autopar.ir.plan import Decisions, Plan
 from autopar.ir.plan_json import from_json, load, to_json
@@ -180,6 +181,8 @@ class Job:
         elif captured.graph.fingerprint != plan.fingerprint.graph:
             decisions = self._follow(plan, captured)
         with self.ranks.together("rewrite the program"):
+            if decisions.recompute:
+                captured = recomputed(captured)
             programs = rewrite(captured.joint, captured.graph, decisions, self.ranks.rank)
         return LocalProgram(captured.call, captured.result, captured.placeholders, captured.constants, programs)
 

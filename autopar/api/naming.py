@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.costs.operators import flops
 from autopar.costs.outcome import Outcome
-from autopar.costs.roles import parameter_like
 from autopar.ir.mesh import AXIS_NAMES, Axis, Mesh
 from autopar.ir.placement import Shard
+from autopar.ir.roles import parameter_like
 from autopar.search.meshes import Candidate
 
 
@@ -43,14 +44,21 @@ def _numbered(names: Sequence[str], place: int) -> str:
 
 
 def _role(outcome: Outcome, axis: int) -> str:
-    starts = parameter_like(outcome.graph)
-    for op in outcome.graph.ops:
-        if op.kind != "call" or op.name in starts:
+    """Return `tp` if most of the work done on parameters along the axis is done on pieces of them."""
+    graph = outcome.graph
+    starts = parameter_like(graph)
+    split = whole = 0.0
+    for op in graph.ops:
+        places = [i for i, ref in enumerate(op.refs) if ref.op in starts]
+        if op.kind != "call" or op.name in starts or not places:
             continue
-        strategy = outcome.strategy(outcome.graph.representative(op.name)).axes[axis]
-        if any(ref.op in starts and isinstance(p, Shard) for ref, p in zip(op.refs, strategy.inputs, strict=True)):
-            return "tp"
-    return "dp_shard"
+        work = flops(op, [graph.meta(ref) for ref in op.refs]) + 1.0
+        strategy = outcome.strategy(graph.representative(op.name)).axes[axis]
+        if any(isinstance(strategy.inputs[i], Shard) for i in places):
+            split += work
+        else:
+            whole += work
+    return "tp" if split > whole else "dp_shard"
 
 
 def _unsharded(outcome: Outcome, axis: int, name: str) -> str:

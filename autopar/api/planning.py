@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Literal
 
 from autopar.api import infeasible
 from autopar.api.naming import name_axes, wished
 from autopar.api.wishes import Wishes, check_names, read_wishes, unfold_if_split
+from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
+from autopar.costs.liveness import least_peak_bytes
 from autopar.costs.outcome import Outcome
 from autopar.costs.table import Builder, Pricing
 from autopar.costs.timing import timing
@@ -29,6 +32,8 @@ from cost_models.errors import CostModelError
 
 PEAK_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The type whose peak MFU refers to, by precision."""
+
+Recompute = Literal["none", "full"]
 
 _SECONDS_STEPS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 
@@ -52,6 +57,7 @@ class Solved:
     outcome: Outcome | None = None
     step_s: float = inf
     why_not: str = ""
+    recompute: Recompute = "none"
 
 
 @dataclass
@@ -63,6 +69,7 @@ class Waiting:
     pricing: Pricing
     program: Ilp
     bound_s: float
+    recompute: Recompute = "none"
 
 
 @dataclass
@@ -86,14 +93,29 @@ class Planner:
         started = time.monotonic()
         wishes = read_wishes(self.options)
         check_names(self.program.graph, wishes)
-        graph = unfold_if_split(self.program.graph, wishes)
         meshes = self._meshes(wishes)
-        self.progress.phase(f"search over {len(meshes)} mesh{'es' if len(meshes) > 1 else ''}")
-        solved = self._solve_all(graph, meshes, wishes, started)
-        best = min(solved, key=lambda each: each.step_s)
-        if best.outcome is None:
-            raise self._infeasible(graph, wishes, solved)
-        return self._finish(best, solved, time.monotonic() - started)
+        solved: list[Solved] = []
+        graph = self.program.graph
+        for recompute in self._recompute_ways():
+            graph = recomputed_graph(self.program.graph) if recompute == "full" else self.program.graph
+            graph = unfold_if_split(graph, wishes)
+            if least_peak_bytes(graph, self.cluster.device_count, self.options.optimizer) > self._budget:
+                why = f"does not fit in memory however it is split, recompute {recompute}"
+                solved += [Solved(mesh, Solution("infeasible", (), inf, inf), why_not=why) for mesh in meshes]
+                continue
+            self.progress.phase(f"bound {len(meshes)} mesh{'es' if len(meshes) > 1 else ''}, recompute {recompute}")
+            solved += self._solve_all(graph, meshes, wishes, started, recompute)
+            best = min(solved, key=lambda each: each.step_s)
+            if best.outcome is not None:
+                return self._finish(best, solved, time.monotonic() - started)
+        raise self._infeasible(graph, wishes, solved[-len(meshes) :])
+
+    def _recompute_ways(self) -> tuple[Recompute, ...]:
+        """Return the recomputations to try in order: the next one where nothing fits with those before."""
+        fixed = self.options.fix.get("recompute")
+        if fixed == "none" or "recompute" in self.options.forbid:
+            return ("none",)
+        return ("full",) if fixed == "full" else ("none", "full")
 
     def follow(self, known: Decisions) -> Decisions:
         """Return decisions for a program of a model whose parameters already are where `known` says.
@@ -126,7 +148,9 @@ class Planner:
             raise infeasible.degrees(wishes.fixed, wishes.forbidden, devices)
         return found
 
-    def _solve_all(self, graph: Graph, meshes: Sequence[Candidate], wishes: Wishes, started: float) -> list[Solved]:
+    def _solve_all(
+        self, graph: Graph, meshes: Sequence[Candidate], wishes: Wishes, started: float, recompute: Recompute
+    ) -> list[Solved]:
         """Return every candidate as far as it was solved.
 
         The relaxation of each is solved first, which costs little and bounds it; then the candidates are
@@ -136,13 +160,16 @@ class Planner:
         solved: list[Solved] = []
         for number, candidate in enumerate(meshes):
             bounded = self._bound(graph, candidate, wishes, self._left(started))
+            bounded.recompute = recompute
             (waiting if isinstance(bounded, Waiting) else solved).append(bounded)  # type: ignore[arg-type]
             self.progress.update(done=number + 1, total=len(meshes))
         waiting.sort(key=lambda each: each.bound_s)
-        self.progress.phase(f"solve {len(waiting)} of {len(meshes)} meshes, by bound")
+        if waiting:
+            self.progress.phase(f"solve {len(waiting)} of {len(meshes)} meshes, best bound first")
         best = inf
         for number, one in enumerate(waiting):
             found = self._solve(graph, one, best, self._left(started))
+            found.recompute = recompute
             solved.append(found)
             if found.step_s < best:
                 best = found.step_s
@@ -160,6 +187,8 @@ class Planner:
             return Solved(candidate, Solution("infeasible", (), inf, inf), why_not=str(error))
         program = Ilp(pricing.table)
         bound = program.relaxed_bound_s(Limits(self._budget, max(left, 0.1), seed=self.options.seed))
+        if bound == inf:
+            return Solved(candidate, Solution("infeasible", (), inf, inf), why_not="does not fit in memory")
         return Waiting(candidate, links, pricing, program, bound)
 
     def _solve(self, graph: Graph, one: Waiting, best_s: float, left: float) -> Solved:
@@ -226,6 +255,7 @@ class Planner:
         mesh, degrees = name_axes(outcome, best.candidate)
         estimates = outcome.estimates(self._budget, PEAK_DTYPE[options.precision])
         batch = graph.batch_size
+        recompute = {} if best.recompute == "none" else {"*": best.recompute}
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
@@ -240,7 +270,7 @@ class Planner:
                 tokens_per_step=self.program.tokens_per_step,
             ),
             cluster=self.cluster.to_dict(),
-            decisions=outcome.decisions(mesh, degrees),
+            decisions=replace(outcome.decisions(mesh, degrees), recompute=recompute),
             estimates=estimates,
             solver=_solver(best, solved, seconds, options),
             constraints=options.constraints,

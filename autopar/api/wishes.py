@@ -85,9 +85,10 @@ def read_wishes(options: PlanOptions) -> Wishes:
     for key in _LATER:
         if int(fix.get(key, 1)) > 1:
             raise not_yet(key, fix[key])
-    for key, only in (("schedule", "none"), ("recompute", "none")):
-        if fix.get(key, only) != only:
-            raise not_yet(key, fix[key])
+    if fix.get("schedule", "none") != "none":
+        raise not_yet("schedule", fix["schedule"])
+    if fix.get("recompute") == "selective":
+        raise not_yet("recompute", "selective")
     if "microbatch" in fix and options.batch is not None and fix["microbatch"] != options.batch:
         raise not_yet("microbatch", fix["microbatch"])
     if "sequence_parallel" in fix:

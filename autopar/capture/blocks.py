@@ -126,7 +126,9 @@ def _own(graph: Graph, instances: Mapping[int, list[Op]]) -> dict[int, list[Op]]
     shared: set[str] = set()
     for op in reversed(ordered):
         users = graph.users[op.name]
-        if op.name in free and any(user in shared or layer.get(user, layer[op.name]) != layer[op.name] for user in users):
+        if op.name in free and any(
+            user in shared or layer.get(user, layer[op.name]) != layer[op.name] for user in users
+        ):
             shared.add(op.name)
     own = {index: _ordered([op for op in ops if op.name not in shared]) for index, ops in instances.items()}
     return {index: ops for index, ops in own.items() if ops}
@@ -207,7 +209,7 @@ class Layers:
         forward: list[bool] = []
         shape = []
         for op in self._layers[position]:
-            reads = []
+            reads: list[tuple[Any, ...]] = []
             for ref in op.refs:
                 at = self._place.get(ref.op)
                 if at is not None and at[0] == position:
@@ -262,26 +264,18 @@ class Layers:
             {slot.ref for slot in slots if slot.forward and slot.relative is not None and slot.relative[0]}
             for slots in self._slots
         ]
-        # Where layers of a structure are read by others: structure and operator (not the op's name: the last layer
-        # has no reader among the layers).
-        exits = {
-            slot.relative[1][:2]
-            for slots in self._slots
-            for slot in slots
-            if slot.forward and slot.relative is not None and slot.relative[1][0] >= 0
-        }
         chained: set[int] = set()
         bypassed: set[int] = set()
         for position, structure in enumerate(self._structure):
             if entries[position]:
                 chained.add(structure)
-                here = {self.names[position][local] for kind, local in exits if kind == structure}
-                if self._has_bypass(self._layers[position], entries[position], here):
+                if self._has_bypass(self._layers[position], entries[position]):
                     bypassed.add(structure)
         return chained - bypassed
 
-    def _has_bypass(self, ops: Sequence[Op], entries: set[Ref], exits: set[str]) -> bool:
-        """Return whether some path from the entries to an exit meets no weight (a parameter of two dimensions or more)."""
+    def _has_bypass(self, ops: Sequence[Op], entries: set[Ref]) -> bool:
+        """Return whether what the layer reads leaves it on a path without weights (parameters of two or more dims)."""
+        own = {op.name for op in ops}
         weights: set[str] = set()
         reached: set[str] = set()
         for op in ops:
@@ -294,7 +288,10 @@ class Layers:
                 ref.op in weights and len(self._graph.meta(ref).shape) > 1 for ref in refs
             ):
                 reached.add(op.name)
-        return not reached.isdisjoint(exits)
+        by_name = self._graph.by_name
+        return any(
+            user not in own and by_name[user].phase == "forward" for name in reached for user in self._graph.users[name]
+        )
 
 
 def _ordered(ops: Sequence[Op]) -> list[Op]:

@@ -30,6 +30,14 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
+class CallArguments:
+    """An example call with both positional and keyword arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class CallSpec:
     """The form of a call: which flat arguments are tensors, and which values of the others the graph was made for."""
 
@@ -91,7 +99,9 @@ def read_call(model: nn.Module, example_inputs: object) -> tuple[CallSpec, list[
     name = type(model).__name__
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
-    if isinstance(example_inputs, torch.Tensor):
+    if isinstance(example_inputs, CallArguments):
+        args, kwargs = example_inputs.args, dict(example_inputs.kwargs)
+    elif isinstance(example_inputs, torch.Tensor):
         args = (example_inputs,)
     elif isinstance(example_inputs, Mapping):
         kwargs = dict(example_inputs)
@@ -150,7 +160,7 @@ def _paths(signature: inspect.Signature, call: tuple[tuple[Any, ...], dict[str, 
             names += (f"{name}.{i}" for i in range(len(call[0]) - len(names)))
         elif parameter.kind in {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}:
             names.append(name)
-    paths = []
+    paths: list[str] = []
     for name, value in zip(names, call[0], strict=False):
         paths += (_join(name, key) for key, _ in pytree.tree_flatten_with_path(value)[0])
     for name, value in call[1].items():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar._torch import AOTInput, FakeTensorMode, TorchDynamoException
+from autopar._torch import AOTInput, FakeTensorMode, traced_stack
 from autopar.capture.blocks import find_blocks
 from autopar.capture.call import CallSpec, ResultSpec, read_call
 from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable
@@ -28,7 +27,7 @@ class Captured:
     """One program: a model's forward and backward for one form of call."""
 
     joint: fx.GraphModule
-    """Takes `placeholders` in order; returns a flat tuple beside `graph.outputs`, `None` where a gradient does not exist."""
+    """Takes `placeholders` in order; returns a flat tuple beside `graph.outputs`, `None` for a missing gradient."""
 
     graph: Graph
     call: CallSpec
@@ -84,7 +83,7 @@ def _assemble(
         modules=frozenset(path for path, _ in fake.module.named_modules(remove_duplicate=False)),
         inputs=[each.path for each in call.tensors],
         outputs=traced.result.names(),
-        loose=frozenset(traced.loose),
+        loose={aot: each.name for aot, each in traced.loose.items()},
         trained=frozenset(path for path, each in fake.module.named_parameters() if each.requires_grad),
         graded_inputs=frozenset(i for i, each in enumerate(call.tensors) if each.requires_grad),
     )
@@ -98,7 +97,7 @@ def _assemble(
     joint.graph.lint()
     joint.recompile()
     constants = {
-        each.name: traced.loose[node.meta["desc"].target].detach()
+        each.name: traced.loose[node.meta["desc"].target].value.detach()
         for each, node in zip(placeholders, nodes, strict=True)
         if each.kind == "constant"
     }
@@ -127,11 +126,8 @@ def _batch_size(call: CallSpec) -> int:
 def _explain(name: str, error: Exception) -> CaptureError:
     """Return the error for what torch raised while it traced the model."""
     text = str(error)
-    where = ""
-    if isinstance(error, TorchDynamoException) and getattr(error, "real_stack", None):
-        trace = "".join(f'File "{each.filename}", line {each.lineno}\n' for each in error.real_stack)  # type: ignore[attr-defined]
-        where = user_line(trace)
-    return not_capturable(name, _sentence(text) or type(error).__name__, where or user_line(text))
+    where = user_line(traced_stack(error)) or user_line(text)
+    return not_capturable(name, _sentence(text) or type(error).__name__, where)
 
 
 def _sentence(text: str) -> str:

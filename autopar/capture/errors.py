@@ -15,8 +15,10 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
     (
         r"Backend compiler exception|data-dependent|DataDependent|unbacked|\.item\(\)|tolist\(\)|DynamicOutputShape",
         "a shape or Python number depends on tensor values",
-        "keep the value a tensor (no .item(), .tolist(), int(tensor)) and use a fixed size, for example a mask instead of "
-        "nonzero() or boolean indexing",
+        (
+            "keep the value a tensor (no .item(), .tolist(), int(tensor)) and use a fixed size, for example a mask "
+            "instead of nonzero() or boolean indexing"
+        ),
     ),
     (
         r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError",
@@ -24,11 +26,15 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         "run the model once on these example inputs without autopar; if that works, move the line out of forward",
     ),
     (
-        r"graph_break|Graph break|Skip calling|skipped function|disable|not supported|Unsupported|does not know how to trace"
-        r"|Attempted to call function marked as skipped|unsupported",
+        (
+            r"graph_break|Graph break|Skip calling|skipped function|disable|not supported|[Uu]nsupported"
+            r"|does not know how to trace|Attempted to call function marked as skipped"
+        ),
         "it calls something that leaves the graph",
-        "move that call out of forward (to __init__, the data loader or the training loop), or wrap it as a "
-        "torch.library.custom_op",
+        (
+            "move that call out of forward (to __init__, the data loader or the training loop), or wrap it as a "
+            "torch.library.custom_op"
+        ),
     ),
 )
 _OTHERWISE = ("torch cannot trace it", "rewrite the line with plain tensor operations, or move it out of forward")
@@ -54,7 +60,7 @@ def higher_order(model: str, operator: str, where: str) -> CaptureError:
     """Return the error for an operator that takes functions."""
     place = f"\n  at {where}" if where else ""
     return CaptureError(
-        f"{model} cannot be captured: it calls the higher-order operator {operator}, which has no sharding rules{place}\n"
+        f"{model} cannot be captured: it calls the higher-order operator {operator}, which has no rules{place}\n"
         "use the plain form of that computation (for attention: torch.nn.functional.scaled_dot_product_attention)"
     )
 
@@ -64,20 +70,20 @@ def parameter_kind(name: str, kind: str) -> CaptureError:
     if kind.startswith("Uninitialized"):
         return CaptureError(f"{name} has no shape yet (a lazy module)\nrun the model once on an example batch first")
     return CaptureError(
-        f"{name} is a {kind}, and only plain dense tensors can be planned\n"
+        f"{name} is of type {kind}, and only plain dense tensors can be planned\n"
         "give the single-device model: autopar does the sharding itself"
     )
 
 
 def not_a_module(kind: str) -> UsageError:
     """Return the error for a model that is none."""
-    return UsageError(f"the model is a {kind}, and must be a torch.nn.Module")
+    return UsageError(f"the model is of type {kind}, and must be a torch.nn.Module")
 
 
 def examples_kind(kind: str) -> UsageError:
     """Return the error for example inputs that are no tuple and no dict."""
     return UsageError(
-        f"example_inputs is a {kind}, and must be a tuple of positional arguments or a dict of keyword arguments"
+        f"example_inputs are of type {kind}, and must be a tuple of positional arguments or a dict of keyword arguments"
         " of the model's forward"
     )
 
@@ -90,8 +96,8 @@ def examples_signature(model: str, reason: str, signature: str) -> UsageError:
 def example_value(path: str, kind: str) -> UsageError:
     """Return the error for an input that is neither a tensor nor a plain value."""
     return UsageError(
-        f"example input {path} is a {kind}; inputs are tensors, numbers, strings, booleans and None, in tuples, lists"
-        " and dicts: pass what it holds instead"
+        f"example input {path} is of type {kind}; inputs are tensors, numbers, strings, booleans and None, in tuples,"
+        " lists and dicts: pass what it holds instead"
     )
 
 

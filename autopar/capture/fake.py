@@ -57,6 +57,14 @@ class FakeModel:
         self._loose[id(made)] = (made, tensor)
         return made
 
+    def attribute(self, fake: torch.Tensor) -> str | None:
+        """Return the path of the plain attribute that holds a fake tensor; `None` where no module holds it directly."""
+        for path, module in self.module.named_modules():
+            for name, value in vars(module).items():
+                if value is fake:
+                    return f"{path}.{name}" if path else name
+        return None
+
     def original(self, fake: torch.Tensor) -> torch.Tensor | None:
         """Return the user's tensor behind a fake one that is neither parameter nor buffer."""
         found = self._loose.get(id(fake))
@@ -89,7 +97,7 @@ def _require_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy; where some attribute refuses that (a lock, a file), modules are copied and the rest shared."""
+    """Return a deep copy; where an attribute refuses that (a lock, a file), modules are copied and the rest shared."""
     try:
         return copy.deepcopy(model, dict(memo))
     except (TypeError, RuntimeError, AttributeError, NotImplementedError, ValueError):

@@ -61,8 +61,8 @@ class Names:
     outputs: Sequence[str]
     """Paths of the user outputs."""
 
-    loose: Collection[str]
-    """AOTAutograd's names of tensors that are no state of the model."""
+    loose: Mapping[str, str]
+    """Attribute paths of tensors that are no state of the model, by AOTAutograd's names for them."""
 
     trained: Collection[str]
     """Parameters that require a gradient."""
@@ -80,7 +80,7 @@ def placeholder(node: fx.Node, names: Names) -> Placeholder:
     desc: AOTInput = node.meta["desc"]
     match desc:
         case ParamAOTInput(target) | BufferAOTInput(target) if target in names.loose:
-            return Placeholder(node.name, "constant", names.own(target), -1)
+            return Placeholder(node.name, "constant", names.loose[target], -1)
         case ParamAOTInput(target):
             return Placeholder(node.name, "parameter", names.own(target), -1)
         case BufferAOTInput(target):
@@ -106,8 +106,8 @@ def tidy_outputs(
 ) -> list[Output]:
     """Leave in the joint graph's outputs what the program is for; return one `Output` for each of them, in order.
 
-    Kept are new values of buffers and inputs, user outputs, and one gradient (or `None`) for every trained parameter and
-    every input that requires one.
+    Kept are new values of buffers and inputs, user outputs, and one gradient (or `None`) for every trained parameter
+    and every input that requires one.
     """
     node = next(iter(joint.graph.find_nodes(op="output")))
     outputs: list[Output] = []
@@ -197,7 +197,7 @@ def lower(joint: fx.GraphModule, names: Names, given: Sequence[Placeholder], out
                     outputs=(tensor_meta(node.meta["val"]),),
                     phase=phase[node],
                     requires_grad=trained,
-                )  # fmt: skip
+                )
             )
             continue
         constant = node.op == "get_attr"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -14,6 +15,7 @@ from torch import fx
 from autopar.ir.graph import Phase
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_PYTHON = str(Path(os.__file__).resolve().parent) + "/"
 _HERE = str(Path(__file__).resolve().parent) + "/"
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _HELPERS = re.compile(r"/(site|dist)-packages/(transformers/(?!models/)|(accelerate|torchvision/_|timm/layers)/?)")
@@ -31,10 +33,17 @@ def user_line(stack_trace: str) -> str:
         for file, line in _FRAME.findall(stack_trace)
         if not file.startswith((_TORCH, _HERE)) and not file.startswith("<")
     ]
-    own = [each for each in frames if not _HELPERS.search(each[0])]
+    own = [each for each in frames if not _is_helper(each[0])]
     for file, line in reversed(own or frames):
         return f"{_shown(file)}:{line}"
     return ""
+
+
+@lru_cache(maxsize=1 << 10)
+def _is_helper(file: str) -> bool:
+    """Return whether a file is of Python's own library, or of a model library beside its model definitions."""
+    library = file.startswith(_PYTHON) and "-packages/" not in file
+    return library or _HELPERS.search(file) is not None
 
 
 @lru_cache(maxsize=1 << 10)

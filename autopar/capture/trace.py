@@ -57,12 +57,20 @@ class _Program(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class Loose:
+    """A tensor that is neither parameter nor buffer: the attribute that holds it, and its value."""
+
+    name: str
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Traced:
-    """The joint graph as AOTAutograd made it, what the model returns, and the tensors that are no state of the model."""
+    """The joint graph as AOTAutograd made it, what the model returns, and tensors that are no state of the model."""
 
     joint: fx.GraphModule
     result: ResultSpec
-    loose: dict[str, torch.Tensor]
+    loose: dict[str, Loose]
     """Plain tensor attributes by the name AOTAutograd knows them under."""
 
 
@@ -111,7 +119,7 @@ def _ambient(with_backward: bool) -> Iterator[None]:
 
 
 def _require_static(graph: fx.GraphModule, name: str) -> None:
-    """Drop run-time checks and numbers that only they read, then refuse what has a shape or value that depends on data."""
+    """Drop run-time checks and numbers that only they read, then refuse shapes and values that depend on data."""
     for node in reversed(list(graph.graph.nodes)):
         called = getattr(node.target, "__name__", "").partition(".")[0] if node.op == "call_function" else ""
         if not node.users and node.op != "output" and (called in _CHECKS or _is_symbolic(node)):
@@ -137,19 +145,19 @@ def _has_symbol(value: object) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _restore_names(graph: fx.GraphModule, program: nn.Module, fake: FakeModel) -> dict[str, torch.Tensor]:
+def _restore_names(graph: fx.GraphModule, program: nn.Module, fake: FakeModel) -> dict[str, Loose]:
     """Give parameters and buffers their own names, add those that forward does not use; return the other tensors.
 
     A tied tensor gets the first of its names; all of them are in `FakeModel.names`.
     """
     renamed: dict[str, str] = {}
-    loose: dict[str, torch.Tensor] = {}
+    loose: dict[str, Loose] = {}
     present: set[int] = set()
     for name, tensor in list(named_tensors(graph)):
         known = fake.names.get(id(tensor))
         if known is None:
             original = fake.original(tensor)
-            loose[name] = tensor if original is None else original
+            loose[name] = Loose(fake.attribute(tensor) or name, tensor if original is None else original)
         else:
             renamed[name] = f"{PREFIX}.{known[0]}"
             present.add(id(tensor))

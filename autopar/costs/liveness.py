@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.costs import operators
 from autopar.costs.clusters import Cluster
 from autopar.costs.optimizer import state_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Layout, local_shape
+from autopar.ir.roles import is_view
 from autopar.ir.table import Floats, MemoryRow
 from autopar.ir.tensor import TensorMeta
 
@@ -49,7 +49,7 @@ def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
     for op in graph.ops:
         for index in range(len(op.outputs)):
             own = (op.name, index)
-            if op.kind == "call" and operators.is_view(op) and op.refs:
+            if op.kind == "call" and is_view(op) and op.refs:
                 ref = op.refs[0]
                 base[own] = base[ref.op, ref.index]
             else:
@@ -82,6 +82,21 @@ def lives(graph: Graph) -> list[Life]:
 def local_bytes(meta: TensorMeta, layout: Layout | None, sizes: tuple[int, ...]) -> float:
     """Return the bytes of a tensor that one device holds."""
     return 0.0 if layout is None else float(math.prod(local_shape(meta.shape, layout, sizes)) * meta.item_bytes)
+
+
+def least_peak_bytes(graph: Graph, world_size: int, optimizer: str) -> float:
+    """Return bytes that some device holds at the peak whatever is decided: everything split over all devices."""
+    steps = np.zeros(len(graph.ops) + 2)
+    for op in graph.ops:
+        if op.kind in {"parameter", "buffer"} and op.outputs[0] is not None:
+            trained = op.kind == "parameter" and op.requires_grad
+            steps[0] += op.outputs[0].nbytes + (state_bytes(op, (), (), optimizer) if trained else 0.0)
+    for life in lives(graph):
+        meta = graph.by_name[life.op].outputs[life.index]
+        if meta is not None:
+            steps[life.first] += meta.nbytes
+            steps[life.last + 1] -= meta.nbytes
+    return float(np.cumsum(steps).max() / world_size)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import Op
 from autopar.ir.placement import Layout, local_shape
+from autopar.ir.roles import is_view
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.tensor import TensorMeta
 from cost_models import compute
@@ -22,18 +23,6 @@ from cost_models.device import DeviceSpec
 
 Seconds = NDArray[np.float64]
 Shape = tuple[int, ...]
-
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default", "_unsafe_view.default", "reshape.default", "t.default", "transpose.int", "permute.default",
-        "expand.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor",
-        "select.int", "split.Tensor", "split_with_sizes.default", "unbind.int", "alias.default", "detach.default",
-        "as_strided.default", "chunk.default", "narrow.default", "view_as_real.default", "unfold.default",
-        "_reshape_alias.default", "view.dtype", "diagonal.default", "lift_fresh_copy.default", "view_as_complex.default",
-    )
-)  # fmt: skip
-"""Operators that only describe memory anew: no bytes move, nothing is launched on a device."""
 
 _READS_OUTPUT_ONLY = frozenset(
     {"aten.embedding.default", "aten.index.Tensor", "aten.gather.default", "aten.index_select.default"}
@@ -55,11 +44,6 @@ _EXTRA_PASSES = {
     "aten._softmax.default": 0.5, "aten._log_softmax.default": 0.5,
 }  # fmt: skip
 """Further times the first input is read from memory: statistics before the normalisation."""
-
-
-def is_view(op: Op) -> bool:
-    """Return whether the operator's outputs share the memory of its first input."""
-    return op.target in VIEWS
 
 
 def seconds(

@@ -12,7 +12,6 @@ from autopar.costs import operators
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import lives, local_bytes
 from autopar.costs.optimizer import state_bytes
-from autopar.costs.roles import gradient_like, parameter_like
 from autopar.costs.table import Pricing
 from autopar.costs.timing import pairs, timing
 from autopar.ir.graph import Graph, Op
@@ -29,6 +28,7 @@ from autopar.ir.plan import (
     ParameterDecision,
     Stage,
 )
+from autopar.ir.roles import gradient_like, parameter_like
 from autopar.ir.strategy import MeshStrategy
 
 

@@ -18,11 +18,11 @@ from autopar.costs.clusters import Cluster, build
 from autopar.costs.links import Links
 from autopar.costs.liveness import CopyLife, Holdings, local_bytes
 from autopar.costs.optimizer import optimizer_seconds
-from autopar.costs.roles import gradient_like, parameter_like
 from autopar.costs.segments import Segments
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.placement import Layout, Replicate, Shard, is_at_rest
 from autopar.ir.plan import Gather
+from autopar.ir.roles import gradient_like, is_view, parameter_like
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Category, CostTable, Demand, Floats, Group, Node
 from autopar.ir.tensor import TensorMeta
@@ -134,7 +134,7 @@ class Builder:
         return Node(cluster.members[0], total, optimizer)
 
     def _op_seconds(self, op: Op, metas: tuple[TensorMeta, ...], strategies: list[MeshStrategy]) -> Floats:
-        if op.kind != "call" or operators.is_view(op):
+        if op.kind != "call" or is_view(op):
             return np.zeros(len(strategies))
         key = (op.target, metas, op.outputs, tuple(id(s) for s in strategies), str(op.args[-4:]))
         if key not in self._seconds:

@@ -126,7 +126,7 @@ class Rule:
                 if digit is not None:
                     digits[digit] = None
         for digit in digits:
-            found = self._split(digit, sizes)
+            found = self._split(digit, sizes, size)
             if found is not None:
                 yield found
         for together in self.linear:
@@ -135,11 +135,14 @@ class Rule:
                 tuple(None if dims is None else Partial() for dims in self.outputs),
             )
 
-    def _split(self, digit: Digit, sizes: Mapping[str, int]) -> Strategy | None:
+    def _split(self, digit: Digit, sizes: Mapping[str, int], ranks: int) -> Strategy | None:
         """Return the strategy that splits one digit; `None` where the rule forbids it."""
-        factor, _ = digit
+        factor, outer = digit
         present = [dims for dims in (*self.inputs, *self.outputs) if dims is not None]
         if factor in self.whole or any(_count(dims, factor) > 1 or not _sized(dims, factor, sizes) for dims in present):
+            return None
+        # A merged dimension may divide where its factor does not.
+        if sizes.get(factor, 0) % (outer * ranks):
             return None
         made = [None if dims is None else _place(dims, digit, sizes) for dims in self.outputs]
         terms = False

@@ -95,7 +95,9 @@ def _overrides(config: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
         for name in path:
             inner = getattr(part, name, None)
             if inner is None or not hasattr(inner, "to_dict"):
-                raise UsageError(f"--set {key}: {type(part).__name__} has no part {name!r}{did_you_mean(name, vars(part))}")
+                raise UsageError(
+                    f"--set {key}: {type(part).__name__} has no part {name!r}{did_you_mean(name, vars(part))}"
+                )
             part, target = inner, target.setdefault(name, inner.to_dict())
         names = {*part.to_dict(), *getattr(part, "attribute_map", {})}
         if last not in names:
@@ -172,9 +174,10 @@ def inputs(model: nn.Module, batch: int | None, seq: int | None) -> dict[str, In
     limit = next((getattr(text, name) for name in _POSITIONS if isinstance(getattr(text, name, None), int)), None)
     limit = getattr(text, "max_target_positions", limit)
     if seq is not None and limit is not None and 0 < limit < seq:
+        setting = next((name for name in (*_POSITIONS, "max_target_positions") if hasattr(text, name)), _POSITIONS[0])
         raise UsageError(
             f"--seq {seq} is longer than the {limit} positions of this model; use a shorter one, or --set "
-            f"{next((name for name in (*_POSITIONS, 'max_target_positions') if hasattr(text, name)), _POSITIONS[0])}={seq}"
+            f"{setting}={seq}"
         )
     length = seq or (min(_DEFAULT_SEQ, limit) if limit and limit > 0 else _DEFAULT_SEQ)
     given = _main_input(model, config, text, size, length)
@@ -211,8 +214,8 @@ def _main_input(model: nn.Module, config: Any, text: Any, size: int, length: int
                 samples *= stride
             return {"input_values": InputSpec((size, samples * (length + 1)))}
     raise UsageError(
-        f"hf:{config.model_type} reads {main!r}, and autopar does not know how to make one; write a factory that returns "
-        "(model, example_inputs), and name it as path/to/file.py:factory"
+        f"hf:{config.model_type} reads {main!r}, and autopar does not know how to make one; write a factory that "
+        "returns (model, example_inputs), and name it as path/to/file.py:factory"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a model reference of the command line means: `file.py:factory`, `package.module:factory`, `zoo:...`, `hf:...`."""
+"""What a model reference means: `file.py:factory`, `package.module:factory`, `zoo:NAME`, `hf:MODEL_TYPE`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def _hf(reference: str, source: str, batch: int | None, seq: int | None, overrid
         raise
     except Exception as error:
         raise UsageError(
-            f"transformers cannot build {reference} from this configuration: {_one_line(error)}; look at the --set values"
+            f"transformers cannot build {reference} from this configuration: {_one_line(error)}; look at the --set "
+            "values"
         ) from error
     specs = hf.inputs(model, batch, seq)
     inputs: dict[str, Any] = {name: spec.meta() for name, spec in specs.items()}
@@ -139,15 +140,19 @@ def _load_module(reference: str, name: str) -> ModuleType:
 
 def _call(reference: str, factory: Any, sizes: Mapping[str, int | None], overrides: Mapping[str, str]) -> Any:
     if not callable(factory):
-        raise UsageError(f"{reference} is a {type(factory).__name__}, and must be a function that returns (model, inputs)")
+        raise UsageError(
+            f"{reference} is of type {type(factory).__name__}, and must be a function that returns (model, inputs)"
+        )
     try:
-        parameters = inspect.signature(factory).parameters
+        parameters = dict(inspect.signature(factory).parameters)
     except ValueError:
         parameters = {}
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     unknown = [key for key in overrides if key not in parameters and not takes_any]
     if unknown:
-        raise UsageError(f"--set {unknown[0]}: {reference} takes no {unknown[0]!r}{did_you_mean(unknown[0], parameters)}")
+        raise UsageError(
+            f"--set {unknown[0]}: {reference} takes no {unknown[0]!r}{did_you_mean(unknown[0], parameters)}"
+        )
     given: dict[str, Any] = {
         name: size for name, size in sizes.items() if size is not None and (name in parameters or takes_any)
     }
@@ -161,7 +166,7 @@ def _parts(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | dict
     if isinstance(made, nn.Module):
         return made, None
     if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        what = f"a {type(made).__name__}" if not isinstance(made, tuple) else f"a tuple of {len(made)}"
+        what = f"a value of type {type(made).__name__}" if not isinstance(made, tuple) else f"a tuple of {len(made)}"
         raise UsageError(f"{reference} returned {what}, and must return a model or (model, example_inputs)")
     model, inputs = made
     if isinstance(inputs, torch.Tensor):
@@ -171,8 +176,8 @@ def _parts(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | dict
     if isinstance(inputs, tuple | list):
         return model, tuple(inputs)
     raise UsageError(
-        f"{reference} returned example inputs of type {type(inputs).__name__}, and they must be a tuple (positional) or a "
-        "dict (keyword)"
+        f"{reference} returned example inputs of type {type(inputs).__name__}, and must be a tuple (positional) or "
+        "a dict (keyword)"
     )
 
 

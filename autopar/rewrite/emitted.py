@@ -24,7 +24,9 @@ def emitted(gm: fx.GraphModule, axes: Collection[str]) -> Iterator[Emitted]:
         if op is None:
             continue
         if node.args[-1] not in axes:
-            raise RewriteError(f"{node.name} works on group {node.args[-1]!r}, which is no axis of the mesh {sorted(axes)}")
+            raise RewriteError(
+                f"{node.name} works on group {node.args[-1]!r}, and the mesh has the axes {sorted(axes)}"
+            )
         size = max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))
         found = mark(node)
         yield Emitted(op, str(node.args[-1]), size, found.phase, found.moves)

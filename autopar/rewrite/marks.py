@@ -52,3 +52,8 @@ def mark(node: fx.Node) -> Mark:
 def role(node: fx.Node) -> Role:
     """Return what a node is there for."""
     return "operator" if node.op == "placeholder" else mark(node).role
+
+
+def is_own(node: fx.Node) -> bool:
+    """Return whether a node is an operator of the captured program itself, the same on every rank."""
+    return node.op == "call_function" and mark(node).origin == node.name

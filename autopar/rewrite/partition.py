@@ -35,7 +35,8 @@ def partition(gm: fx.GraphModule, graph: Graph) -> Cut:
     results: Sequence[fx.Node | None] = output.args[0]
     kinds = [each.kind for each in graph.outputs]
     gradients = [node for node, kind in zip(results, kinds, strict=True) if kind == "gradient"]
-    visible = [node for want in ("output", "mutation") for node, kind in zip(results, kinds, strict=True) if kind == want]
+    by_kind = list(zip(results, kinds, strict=True))
+    visible = [node for want in ("output", "mutation") for node, kind in by_kind if kind == want]
     tangents = [graph_op.name for graph_op in graph.ops if graph_op.kind == "tangent"]
     placeholders = gm.graph.find_nodes(op="placeholder")
     starts = [node for node in placeholders if node.name not in tangents]
@@ -51,7 +52,8 @@ def partition(gm: fx.GraphModule, graph: Graph) -> Cut:
     backward += [node for node in gradients if node is not None and node not in forward and node not in backward]
     user = [node for node, kind in zip(results, kinds, strict=True) if kind == "output"]
     saved, extra = _find(crossing, starts, user)
-    first = _build(gm, [n for n in gm.graph.nodes if n in forward and n.op != "placeholder"], starts, [*visible, *extra])
+    early_nodes = [node for node in gm.graph.nodes if node in forward and node.op != "placeholder"]
+    first = _build(gm, early_nodes, starts, [*visible, *extra])
     if not any(kind == "gradient" for kind in kinds):
         return Cut(first, None, ())
     late = [node for node in placeholders if node.name in tangents]
@@ -76,9 +78,7 @@ def _ancestors(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _crossing(
-    backward: Sequence[fx.Node], gradients: Sequence[fx.Node | None], forward: set[fx.Node]
-) -> list[fx.Node]:
+def _crossing(backward: Sequence[fx.Node], gradients: Sequence[fx.Node | None], forward: set[fx.Node]) -> list[fx.Node]:
     """Return the forward nodes that backward reads, each once, in order of first use; constants are no values."""
     read: dict[fx.Node, None] = {}
     for node in backward:
@@ -168,5 +168,3 @@ def _build(
     made = fx.GraphModule(gm, graph)
     graph.lint()
     return made
-
-

@@ -26,6 +26,7 @@ class IssueEarly:
     """
 
     def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators moved."""
         moved = 0
         for start in list(gm.graph.nodes):
             cut = role(start) == "move" and mark(start).gradient and not _follows_wait(start)
@@ -51,6 +52,7 @@ class SinkWaits:
     """
 
     def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators moved."""
         moved = 0
         for node in reversed(list(gm.graph.nodes)):
             if not (role(node) == "wait" or (role(node) == "move" and _follows_wait(node))) or not node.users:
@@ -76,6 +78,7 @@ class PrefetchGathers:
     ahead_bytes: int
 
     def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators moved."""
         units = _units([n for n in gm.graph.nodes if role(n) == "start" and mark(n).gathers_parameter])
         held = [max(start.meta["val"].nbytes for start in unit) for unit in units]
         moved = 0

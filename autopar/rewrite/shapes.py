@@ -44,7 +44,7 @@ def propagate(gm: fx.GraphModule, names: Mapping[str, str], by: str) -> None:
 
 
 def _start(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """Return a fake tensor of the placeholder's local shape, its dimensions in memory in the order they were captured."""
+    """Return a fake tensor of the placeholder's local shape, dimensions ordered in memory as they were captured."""
     seen = node.meta["val"]
     if not isinstance(seen, torch.Tensor):
         return seen

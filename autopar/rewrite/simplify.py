@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar._torch import storage_key
 from autopar.rewrite.derived import is_view
+from autopar.rewrite.marks import is_own
 
 _ATEN = torch.ops.aten
 _SAME_IF_SHAPE_IS = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default, _ATEN.expand.default)
@@ -24,10 +25,12 @@ class DropIdentities:
     become
         x
 
-    What the program returns keeps its last operator, so that no two results are one tensor.
+    What the program returns keeps its last operator, so that no two results are one tensor; and an alias
+    that the program itself does not have stays, since other ranks may have something else in its place.
     """
 
     def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators replaced."""
         output = next(iter(gm.graph.find_nodes(op="output")))
         dropped = 0
         for node in list(gm.graph.nodes):
@@ -49,7 +52,7 @@ def _renamed(node: fx.Node) -> fx.Node | None:
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None
     same = before.shape == after.shape and before.stride() == after.stride()
-    if node.target in _NAMES and same:
+    if node.target in _NAMES and same and is_own(node):
         return source
     if node.target in _SAME_IF_SHAPE_IS and same:
         return source
@@ -64,15 +67,16 @@ def _renamed(node: fx.Node) -> fx.Node | None:
 class MergeEqualViews:
     """Keep one of several equal views of a tensor.
 
-    Of a phase's own copies of a parameter nothing is merged with another phase's, since they read different tensors.
+    Views that a redistribution or lowering made are left alone: two may be equal on one rank and not on another.
     """
 
     def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators replaced."""
         output = next(iter(gm.graph.find_nodes(op="output")))
         first: dict[Any, fx.Node] = {}
         merged = 0
         for node in list(gm.graph.nodes):
-            if node.op != "call_function" or node.kwargs or not is_view(str(node.target)):
+            if not is_own(node) or node.kwargs or not is_view(str(node.target)):
                 continue
             if isinstance(node.meta.get("val"), list | tuple):
                 continue
@@ -91,6 +95,7 @@ class ViewWhatCanBeViewed:
     """Make each reshape a view where the local strides allow one: views cost less and say that nothing is copied."""
 
     def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators replaced."""
         changed = 0
         for node in gm.graph.find_nodes(op="call_function", target=_ATEN.reshape.default):
             source = node.args[0]
@@ -102,4 +107,3 @@ class ViewWhatCanBeViewed:
 
 def _shares_memory(before: torch.Tensor, after: torch.Tensor) -> bool:
     return storage_key(before) == storage_key(after)
-

@@ -17,7 +17,7 @@ from autopar.ir.placement import Layout, local_shape
 from autopar.ir.plan import Decisions
 from autopar.ir.reshard import Step, route
 from autopar.rewrite.derived import derived_parameters
-from autopar.rewrite.marks import Mark
+from autopar.rewrite.marks import COLLECTIVES, WAIT, Mark, Role
 from autopar.rewrite.operators import emit
 from autopar.rewrite.programs import RewriteError
 from autopar.rewrite.site import Site
@@ -67,7 +67,8 @@ class Localiser:
                 self._made[op.name, None] = self._start(node, op)
         results = results or self._results()
         gradients = (self._result(each) for each in self.graph.outputs if each.kind == "gradient")
-        self.out.output(tuple(next(gradients) if each.kind == "gradient" else made for each, made in zip(self.graph.outputs, results, strict=True)))
+        pairs = zip(self.graph.outputs, results, strict=True)
+        self.out.output(tuple(next(gradients) if each.kind == "gradient" else made for each, made in pairs))
         return fx.GraphModule(self.joint, self.out)
 
     def layout(self, ref: Ref) -> Layout:
@@ -106,7 +107,7 @@ class Localiser:
             coordinate=self.writer.coordinate,
             metas=tuple(self.graph.meta(ref) for ref in op.refs),
         )
-        made = emit(site, node)
+        made: Made = emit(site, node)
         self._describe(before, node, op, phase)
         for index, each in enumerate(made if isinstance(made, tuple) else (made,)):
             if isinstance(each, fx.Node) and isinstance(made, tuple | fx.Node) and not self._is_tuple(op, made):
@@ -129,10 +130,12 @@ class Localiser:
 
     def _describe(self, before: fx.Node | None, source: fx.Node, op: Op, phase: Phase) -> None:
         """Mark the nodes appended after `before`."""
+        moves = f"{op.name} ({op.module})" if op.module else op.name
         node = before.next if before is not None else next(iter(self.out.nodes))
         while node.op != "root":
             node.meta.update({key: source.meta[key] for key in _KEPT_META if key in source.meta and key != "val"})
-            node.meta.setdefault("autopar", Mark(op.name, phase, moves=f"{op.name} ({op.module})" if op.module else op.name))
+            role: Role = "start" if node.target in COLLECTIVES else "wait" if node.target is WAIT else "operator"
+            node.meta.setdefault("autopar", Mark(op.name, phase, role, moves))
             node = node.next
 
     def _demand(self, ref: Ref, layout: Layout, phase: Phase, *, gradient_of: str = "") -> fx.Node:

@@ -107,9 +107,10 @@ class _Step:
         return self._move(_ATEN.reshape.default, own, list(self.shape_after))
 
     def mask(self, value: fx.Node) -> fx.Node:
-        # One node on every rank, so that all ranks see programs of equal length.
+        # The same nodes and strides on every rank, so that passes order all ranks' collectives alike.
         first = self.writer.coordinate[self.step.axis] == 0
-        return self._move(_ATEN.alias.default if first else _ATEN.zeros_like.default, value)
+        whole = self._move(_ATEN.contiguous.default, value)
+        return self._move(_ATEN.alias.default if first else _ATEN.zeros_like.default, whole)
 
     def all_reduce(self, value: fx.Node) -> fx.Node:
         value, reduce = self._summand(value)
@@ -177,12 +178,8 @@ class _Step:
         if dim == 0 and runs == 1:
             return buffer
         rest = block[dim] // runs
-        stacked = self._move(
-            _ATEN.view.default, buffer, [self.size, *block[:dim], runs, rest, *block[dim + 1 :]]
-        )
+        stacked = self._move(_ATEN.view.default, buffer, [self.size, *block[:dim], runs, rest, *block[dim + 1 :]])
         order = [*range(1, dim + 2), 0, *range(dim + 2, len(block) + 2)]
         whole = list(block)
         whole[dim] *= self.size
         return self._move(_ATEN.reshape.default, self._move(_ATEN.permute.default, stacked, order), whole)
-
-

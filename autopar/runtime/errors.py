@@ -33,8 +33,11 @@ def ranks_disagree(what: str, by_rank: Sequence[str]) -> RanksDisagreeError:
 
 def rank_failed(failures: Sequence[tuple[int, str]], doing: str) -> RanksDisagreeError:
     """Return the error that the other ranks raise when some could not go on."""
-    shown = "\n".join(f"    rank {rank}: {text.splitlines()[0] if text else 'no message'}" for rank, text in failures[:_SHOWN])
-    return RanksDisagreeError(f"{len(failures)} other {_ranks(len(failures))} failed to {doing}; this rank stops too\n{shown}")
+    first_lines = [(rank, text.splitlines()[0] if text else "no message") for rank, text in failures[:_SHOWN]]
+    shown = "\n".join(f"    rank {rank}: {line}" for rank, line in first_lines)
+    return RanksDisagreeError(
+        f"{len(failures)} other {_ranks(len(failures))} failed to {doing}; this rank stops too\n{shown}"
+    )
 
 
 def uninitialised(names: Sequence[str]) -> UsageError:
@@ -50,7 +53,8 @@ def uninitialised(names: Sequence[str]) -> UsageError:
 def constant_on_meta(names: Sequence[str]) -> CaptureError:
     """Return the error for tensors that the program needs and the model has no value of."""
     return CaptureError(
-        f"the model keeps {len(names)} tensors on meta as plain attributes, which have no values: {', '.join(names[:_SHOWN])}\n"
+        f"the model keeps {len(names)} tensors on meta as plain attributes, which have no values: "
+        f"{', '.join(names[:_SHOWN])}\n"
         "register them as buffers, or build the model with real values"
     )
 
@@ -74,7 +78,8 @@ def parameters_differ(missing: Sequence[str]) -> StalePlanError:
     """Return the error for a plan whose parameters the model does not have."""
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     return StalePlanError(
-        f"the plan says nothing about {len(missing)} parameters of the model: {', '.join(missing[:_SHOWN])}{more}; plan again"
+        f"the plan says nothing about {len(missing)} parameters of the model: "
+        f"{', '.join(missing[:_SHOWN])}{more}; plan again"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from autopar._torch import direct_call
 
 _GROUPED = "_c10d_functional"
 
+Compiled = Callable[..., Sequence[Any]]
+"""A program as a function."""
 
-def compile_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool) -> Callable[..., tuple[Any, ...]]:
+
+def compile_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool) -> Compiled:
     """Return a function of the graph's placeholders (boxed: of one list of them, which it empties).
 
     `groups` gives the process group's name for each mesh axis that the graph's collectives name.
@@ -43,8 +46,23 @@ def compile_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool)
     head = "def program(args):" if boxed else f"def program({', '.join(names)}):"
     space: dict[str, Any] = dict(source.constants)
     exec(compile("\n".join([head, *body]), f"<{'backward' if boxed else 'forward'} program>", "exec"), space)  # noqa: S102
-    program: Callable[..., tuple[Any, ...]] = space["program"]
+    program: Compiled = space["program"]
     return program
+
+
+def inductor_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool) -> Compiled:
+    """Return what `compile_graph` does, its operators fused by Inductor at the first call."""
+    plain = compile_graph(gm, groups, boxed=False)
+    fused: Compiled = torch.compile(plain, backend="inductor", fullgraph=True, dynamic=False)
+    if not boxed:
+        return fused
+
+    def empty_and_run(args: list[Any]) -> Sequence[Any]:
+        given = tuple(args)
+        args.clear()
+        return fused(*given)
+
+    return empty_and_run
 
 
 class _Source:
@@ -82,7 +100,8 @@ class _Source:
             return f"({''.join(f'{self.text(each)}, ' for each in value)})"
         if isinstance(value, list):
             return f"[{', '.join(map(self.text, value))}]"
-        plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+        finite = isinstance(value, float) and math.isfinite(value)
+        plain = finite or value is None or isinstance(value, bool | int | str)
         return repr(value) if plain else self.constant(value)
 
 

@@ -70,9 +70,9 @@ class Runner:
         bound, tensors = self._find(model, mode, args, kwargs)
         if grad:
             bound.check_trained()
-        reader = Reader.of(bound, args, kwargs)
-        if reader is not None:
-            self._readers[form] = (bound, reader)
+        made = Reader.of(bound, args, kwargs)
+        if made is not None:
+            self._readers[form] = (bound, made)
         return bound(tensors, grad=grad)
 
     def _find(
@@ -128,9 +128,7 @@ class Reader:
         return given if self._order is None else [given[i] for i in self._order]
 
 
-def compiled(
-    model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None, in_place: bool = False
-) -> nn.Module:
+def compiled(model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None, in_place: bool = False) -> nn.Module:
     """Return a module with `model`'s structure and names whose forward is the runner's programs.
 
     Its parameters are on their ranks (see `parameters.place`). `model` itself keeps its
@@ -145,7 +143,7 @@ def compiled(
         check(model, runner.decisions, init_fn)
     copied = copy_tree(model, {})
     place(copied, runner.decisions, runner.groups, runner.ranks, init_fn, in_place=in_place)
-    copied.__class__ = _compiled_class(type(model))
+    copied.__class__ = _compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
     copied.__dict__[_ATTRIBUTE] = runner
     return copied
 
@@ -179,8 +177,8 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         """Load a state dict, of DTensors or of whole tensors as the single-device model saves them."""
         return kind.load_state_dict(self, distributed(self, state_dict), strict=strict, assign=assign)
 
-    space = {"forward": forward, "load_state_dict": load_state_dict, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), space)
+    told = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {"forward": forward, "load_state_dict": load_state_dict, **told})
 
 
 def distributed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,13 @@ def check(model: nn.Module, decisions: Decisions, init_fn: InitFn | None) -> Non
 
 
 def place(
-    model: nn.Module, decisions: Decisions, groups: Groups, ranks: Ranks, init_fn: InitFn | None, *, in_place: bool = False
+    model: nn.Module,
+    decisions: Decisions,
+    groups: Groups,
+    ranks: Ranks,
+    init_fn: InitFn | None,
+    *,
+    in_place: bool = False,
 ) -> None:
     """Put every parameter of `model` where the plan holds it at rest, with rank 0's values; buffers become whole.
 
@@ -112,7 +118,7 @@ class _Placer:
         else:
             raise TypeError(f"buffer {slot.name} is to be split, and only parameters can")
         if self.in_place and trained and new is not old:
-            torch.utils.swap_tensors(old, new)
+            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
             new = old
         for each in self.by_id.pop(id(old)):
             each.table[each.key] = new
@@ -187,7 +193,7 @@ def _allocate(slot: Slot, placer: _Placer, pending: dict[int, int], fresh: dict[
         real.fill_(torch.nan)
     new: torch.Tensor = real
     if isinstance(old, nn.Parameter) and placer.in_place:
-        torch.utils.swap_tensors(old, nn.Parameter(real, requires_grad=old.requires_grad))
+        torch.utils.swap_tensors(old, _parameter_like(old, real))  # type: ignore[no-untyped-call]
         fresh[id(old)] = old
         return
     if isinstance(old, nn.Parameter):
@@ -232,4 +238,4 @@ def _equalise(values: list[torch.Tensor], ranks: Ranks) -> None:
 
 def _digest(value: torch.Tensor) -> int:
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(data.numpy())) if data.numel() else 0
+    return zlib.crc32(data.numpy().data) if data.numel() else 0

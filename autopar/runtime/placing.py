@@ -46,7 +46,8 @@ def own_part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torc
     for placement, size, at in sorted(shards, key=lambda each: -each[0].outer):
         # Inner digits first: those further out are then still whole.
         dim, outer = placement.dim, placement.outer
-        part = part.unflatten(dim, (outer, size, -1)).select(dim + 1, at).flatten(dim, dim + 1)
+        split = (*part.shape[:dim], outer, size, part.shape[dim] // (outer * size), *part.shape[dim + 1 :])
+        part = part.reshape(split).select(dim + 1, at).flatten(dim, dim + 1)
     return part
 
 

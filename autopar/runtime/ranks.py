@@ -18,7 +18,7 @@ from autopar.runtime.errors import rank_failed, ranks_disagree, world_size_diffe
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all that take part."""
+    """One process among all that take part."""
 
     rank: int
     world_size: int
@@ -78,7 +78,7 @@ class Ranks:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Run a block that may raise on some ranks; if it does, every rank raises at its end and none waits for another.
+        """Run a block that may raise on some ranks; if it does, every rank raises at its end and none hangs.
 
         The block itself must not communicate. Ranks whose own block succeeded raise what names the others' failure.
 

@@ -138,7 +138,8 @@ class Bound:
             given[place] = value
         for place, index in self._inputs:
             tensor = tensors[index]
-            given[place] = tensor if tensor.stride() == self._strides[index] else _restride(tensor, self._strides[index])
+            strides = self._strides[index]
+            given[place] = tensor if tensor.stride() == strides else _restride(tensor, strides)
         if grad:
             outputs = _Step.apply(self, given, *[given[place] for place in self._graded])  # type: ignore[no-untyped-call]
         else:
@@ -157,7 +158,7 @@ class Bound:
                 raise trained_differs(self._names[place], now=not trained)
 
     def run(self, given: list[Any]) -> tuple[list[Any], list[torch.Tensor], Sequence[Any]]:
-        """Run forward; return user outputs as the user gets them, as plain local tensors, and what is saved by value."""
+        """Run forward; return user outputs as the user gets them, the same as local tensors, and what is saved."""
         local = given if not self._mesh.axes else [local_of(each) for each in given]
         made = self.forward(*local)
         plain = list(made[: self.outputs])
@@ -254,5 +255,3 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-

@@ -28,6 +28,9 @@ import numpy as np
 
 from autopar.ir.table import CostTable, Floats, Group, MemoryRow
 
+_MEMORY_ROUNDS = 4
+"""Relaxations solved at most to find the peaks that matter."""
+
 Status = Literal["optimal", "gap", "time_limit", "infeasible", "cutoff"]
 
 
@@ -97,6 +100,9 @@ class Ilp:
     _x: list[int] = field(init=False, default_factory=list)
     _pairs: list[dict[tuple[int, int], int]] = field(init=False, default_factory=list)
     """For each group, the column that says whether a copy leads from source layout i to layout j."""
+
+    _rows: set[int] = field(init=False, default_factory=set)
+    """Positions that have a memory row."""
 
     def __post_init__(self) -> None:
         model, table = self._model, self.table
@@ -200,6 +206,10 @@ class Ilp:
             row = model.add_row(0.0, np.inf)
             model.put(row, [span, *columns], [1.0] + [-1.0] * len(columns))
 
+    def has_memory_row(self, at: int) -> bool:
+        """Return whether memory is bounded at a position already."""
+        return at in self._rows
+
     def minimise_peak(self) -> int:
         """Make the peak of memory rows the objective, in place of time; return its column."""
         self._model.cost = [0.0] * len(self._model.cost)
@@ -208,6 +218,7 @@ class Ilp:
     def add_memory_row(self, row: MemoryRow, budget_bytes: float, peak: int | None = None) -> None:
         """Demand that what is held at one moment fits the budget, or the column `peak` times the budget."""
         model = self._model
+        self._rows.add(row.at)
         scale = 1.0 / budget_bytes
         number = model.add_row(-np.inf, (1.0 if peak is None else 0.0) - row.fixed_bytes * scale)
         if peak is not None:
@@ -226,14 +237,35 @@ class Ilp:
         return self._read(solver, limits)
 
     def relaxed_bound_s(self, limits: Limits) -> float:
-        """Return a bound that no assignment beats, from the relaxation alone: 0 if even that takes too long."""
-        solver = self._solver(limits)
-        solver.setOptionValue("solve_relaxation", True)
-        solver.run()
-        if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            return np.inf
-        solved = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
-        return float(solver.getInfo().objective_function_value) if solved else 0.0
+        """Return a bound that no assignment beats, from relaxations alone; infinite if none fits in memory.
+
+        Where the assignment nearest to the relaxation does not fit, its peak becomes a memory row, so that a
+        hopeless table shows as one here already.
+        """
+        bound = 0.0
+        for _ in range(_MEMORY_ROUNDS):
+            solver = self._solver(limits)
+            solver.setOptionValue("solve_relaxation", True)
+            solver.run()
+            status = solver.getModelStatus()
+            if status == highspy.HighsModelStatus.kInfeasible:
+                return np.inf
+            if status != highspy.HighsModelStatus.kOptimal:
+                return bound
+            bound = float(solver.getInfo().objective_function_value)
+            options = self._nearest(np.array(solver.getSolution().col_value))
+            curve = memory_curve(self.table, options, self.copies(options))
+            peak = int(np.argmax(curve))
+            if curve[peak] <= limits.memory_bytes or peak in self._rows:
+                return bound
+            self.add_memory_row(self.table.memory_row(peak), limits.memory_bytes)
+        return bound
+
+    def _nearest(self, values: Floats) -> tuple[int, ...]:
+        return tuple(
+            int(np.argmax(values[first : first + node.options]))
+            for node, first in zip(self.table.nodes, self._x, strict=True)
+        )
 
     def _solver(self, limits: Limits) -> Any:
         model = self._model
@@ -274,10 +306,7 @@ class Ilp:
             proven = limits.cutoff_s if nothing == "cutoff" else bound
             return Solution(nothing, (), np.inf, proven if np.isfinite(proven) else 0.0)
         values = np.array(solver.getSolution().col_value)
-        options = tuple(
-            int(np.argmax(values[first : first + node.options]))
-            for node, first in zip(self.table.nodes, self._x, strict=True)
-        )
+        options = self._nearest(values)
         objective = float(info.objective_function_value)
         closed = objective - bound <= 1e-9 * max(1.0, abs(objective))
         reached: Status = "optimal" if closed else "gap"
@@ -332,7 +361,6 @@ def solve_program(program: Ilp, limits: Limits) -> Solution:
     """Return what `solve` returns, for a program already built."""
     started = time.monotonic()
     table = program.table
-    seen: set[int] = set()
     while True:
         left = limits.seconds - (time.monotonic() - started)
         found = program.solve(replace(limits, seconds=left))
@@ -342,9 +370,8 @@ def solve_program(program: Ilp, limits: Limits) -> Solution:
         peak = int(np.argmax(curve))
         if curve[peak] <= limits.memory_bytes:
             return Solution(found.status, found.options, found.objective_s, found.bound_s, float(curve[peak]))
-        if peak in seen:
+        if program.has_memory_row(peak):
             raise RuntimeError(f"memory row at position {peak} was added and is still violated")
-        seen.add(peak)
         program.add_memory_row(table.memory_row(peak), limits.memory_bytes)
 
 

@@ -5,8 +5,8 @@ operators of equal signature share one enumeration, so the work grows with the
 number of *different* operators.
 
 An axis has a role. A *free* axis admits everything; a *batch* axis only what
-data parallelism does (the batch split followed through the program, or nothing),
-which keeps products small where there are several axes; a *tensor* axis
+data parallelism does, the batch split followed through the program, which keeps
+products small where there are several axes; a *tensor* axis
 everything but that.
 """
 
@@ -19,6 +19,7 @@ from typing import Literal
 
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_valid, nest
+from autopar.ir.roles import gradient_like, parameter_like
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
 
@@ -178,25 +179,14 @@ def _without_batch(
 def _batch_only(
     graph: Graph, reps: Sequence[Op], axis: AxisSpec, found: Mapping[str, tuple[Strategy, ...]]
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Return, for each operator, the replicated strategy and those that follow the batch split."""
+    """Return, for each operator, the one strategy that follows the batch split.
+
+    Parameters on their way in and gradients on their way out keep theirs: where they are
+    gathered and reduced is the choice that data parallelism has.
+    """
     follow = follow_batch(graph, axis.size, found)
-    kept: dict[str, tuple[Strategy, ...]] = {}
-    for op in reps:
-        if op.kind == "parameter":
-            kept[op.name] = found[op.name]
-            continue
-        mine = follow[op.name]
-        if op.kind != "call":
-            kept[op.name] = tuple(dict.fromkeys((found[op.name][0], mine)))
-            continue
-        allowed = [{p, Replicate()} for p in mine.inputs]
-        others = (
-            s
-            for s in found[op.name]
-            if all(p in ok for p, ok in zip(s.inputs, allowed, strict=True)) and any(p != Replicate() for p in s.inputs)
-        )
-        kept[op.name] = tuple(dict.fromkeys((found[op.name][0], mine, *others)))
-    return kept
+    free = parameter_like(graph) | gradient_like(graph)
+    return {op.name: found[op.name] if op.name in free else (follow[op.name],) for op in reps}
 
 
 def follow_batch(graph: Graph, size: int, found: Mapping[str, tuple[Strategy, ...]]) -> dict[str, Strategy]:
@@ -212,6 +202,8 @@ def follow_batch(graph: Graph, size: int, found: Mapping[str, tuple[Strategy, ..
         options = found[op.name]
         if op.kind == "call":
             now = [placed.get((graph.representative(ref.op), ref.index)) for ref in op.refs]
+            if all(p is None or p == Replicate() for p in now):
+                options = options[:1]
             metas = [graph.meta(ref) for ref in op.refs]
             mine = min(options, key=lambda s: _mismatch(s, now, metas, op.outputs, size))
         else:

@@ -34,7 +34,7 @@ def _embedding_backward(call: Call) -> Iterator[Strategy]:
     yield from call.named(
         {"grad_output": (*indices, ("w",)), "indices": indices},
         [(("v",), ("w",))],
-        whole=frozenset(_apart(letters(rank))) if by_frequency else frozenset(),
+        whole=frozenset(("v", *_apart(letters(rank)))) if by_frequency else frozenset(),
         lowering={"v": "vocab"},
         linear=(("grad_output",),),
     )

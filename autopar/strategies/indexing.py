@@ -107,7 +107,7 @@ def _scatter(*, adds: bool, owned: bool = True) -> Callable[[Call], Iterator[Str
         same = [names[d] if exact and shape[d] == span[d] and d != dim else None for d in range(len(shape))]
         places = plain(name if d != dim or not exact else "I" for d, name in enumerate(same))
         inputs = (plain(same), places) if source is None else (plain(same), places, places)
-        linear = () if source is None else (frozenset({0, source}),)
+        linear = () if source is None or not owned else (frozenset({0, source}),)
         yield from call.by(
             Rule(
                 inputs=inputs,

@@ -109,10 +109,14 @@ def _mlp_splits(depth: int) -> dict[str, Any]:
 
 def _gpt_splits(model: Gpt, scenario: Scenario) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
     splits: dict[str, Any] = {"head": ColwiseParallel(use_local_output=False)}
     for i in range(len(model.layers)):
+        # The three projections read one DTensor, so that their input gradients are added before the one all-reduce.
+        splits[f"layers.{i}.attention"] = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate()
+        )
         splits |= {f"layers.{i}.attention.{name}": ColwiseParallel() for name in "qkv"}
         splits |= {f"layers.{i}.attention.out": RowwiseParallel()}
         splits |= {f"layers.{i}.up": ColwiseParallel(), f"layers.{i}.down": RowwiseParallel()}

@@ -80,7 +80,9 @@ def decide(
     )
 
 
-def drawn(graph: Graph, mesh: Mesh, seed: int, *, gather: Gather = "per_phase", greedy: bool = False) -> Decisions:
+def drawn(
+    graph: Graph, mesh: Mesh, seed: int, *, gather: Gather = "per_phase", greedy: bool = False, lowered: bool = True
+) -> Decisions:
     """Return decisions drawn at random among all strategies that the rules admit; `greedy`: those that move least.
 
     Equal layers share decisions, as in a plan. Random decisions are far from good ones, which is
@@ -95,7 +97,12 @@ def drawn(graph: Graph, mesh: Mesh, seed: int, *, gather: Gather = "per_phase", 
         rep = graph.representative(op.name)
         if rep not in decided:
             have = [made.get(ref) for ref in op.refs]
-            options = [s for s in choices.of[rep] if _possible(graph, op, s, have)]
+            options = [
+                s
+                for s in choices.of[rep]
+                if all(layout is None or is_reachable(layout, want) for layout, want in zip(have, s.inputs, strict=True))
+                and (lowered or not any(axis.lowering for axis in s.axes))
+            ]
             if not options:
                 raise ValueError(f"no strategy of {op.where} can be reached from {have}")
             if greedy:
@@ -131,14 +138,6 @@ def _made(decided: Mapping[str, OperatorDecision], graph: Graph, op: Op) -> Layo
     layout = decided[graph.representative(op.name)].strategy.outputs[0]
     assert layout is not None
     return layout
-
-
-def _possible(graph: Graph, op: Op, strategy: MeshStrategy, have: list[Layout | None]) -> bool:
-    pairs = zip(have, strategy.inputs, strict=True)
-    if not all(layout is None or is_reachable(layout, want) for layout, want in pairs):
-        return False
-    # What leaves the program whole must be able to: terms of a maximum, say, cannot become terms of a sum.
-    return True
 
 
 def _moved(

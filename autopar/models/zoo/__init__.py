@@ -1,6 +1,6 @@
 """Architectures of our own in plain torch.nn: published sizes by name, each setting replaceable; all return a loss.
 
-    build("llama3-8b", batch=128, seq=8192, overrides={"layers": "4"})
+build("llama3-8b", batch=128, seq=8192, overrides={"layers": "4"})
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def settings_of(name: str, overrides: Mapping[str, str]) -> Settings:
     changed: dict[str, Any] = {}
     for key, text in overrides.items():
         if key not in known:
-            raise UsageError(f"--set {key}: zoo:{name} has no {key!r}{did_you_mean(key, known)}; known: {', '.join(sorted(known))}")
+            raise UsageError(
+                f"--set {key}: zoo:{name} has no {key!r}{did_you_mean(key, known)}; known: {', '.join(sorted(known))}"
+            )
         value = parse_setting(key, text, getattr(settings, key))
         changed[key] = tuple(value) if isinstance(value, list) else value
     _check(name, replace(settings, **changed))
@@ -144,7 +146,8 @@ def build(
     positions = getattr(settings, "positions", None)
     if positions is not None and length > positions:
         raise UsageError(
-            f"--seq {length} is longer than the {positions} positions of zoo:{name}; use a shorter one, or --set positions={length}"
+            f"--seq {length} is longer than the {positions} positions of zoo:{name}; use a shorter one, or --set "
+            f"positions={length}"
         )
     with torch.device("meta"):
         model = settings.model()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from autopar.models.zoo.parts import FeedForward, SelfAttention, token_loss, tokens
 
@@ -75,4 +75,4 @@ class Bert(nn.Module):
         x = self.norm(self.tokens(input_ids) + self.positions(position))
         for layer in self.layers:
             x = layer(x)
-        return token_loss(self.head(self.transform_norm(F.gelu(self.transform(x)))), labels)
+        return token_loss(self.head(self.transform_norm(functional.gelu(self.transform(x)))), labels)

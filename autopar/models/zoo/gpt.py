@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from autopar.models.zoo.parts import FeedForward, SelfAttention, token_loss, tokens
 
@@ -55,8 +55,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
-        x = x + F.dropout(self.attention(self.attention_norm(x)), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+        x = x + functional.dropout(self.attention(self.attention_norm(x)), self.dropout, self.training)
+        return x + functional.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
 class Gpt(nn.Module):
@@ -76,7 +76,7 @@ class Gpt(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of predicting `labels` [b, s] (the next tokens) from `input_ids` [b, s]."""
         position = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = F.dropout(self.tokens(input_ids) + self.positions(position), self.dropout, self.training)
+        x = functional.dropout(self.tokens(input_ids) + self.positions(position), self.dropout, self.training)
         for block in self.blocks:
             x = block(x)
         return token_loss(self.head(self.norm(x)), labels)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from autopar.models.zoo.parts import token_loss, tokens
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         q = rotate(self.q(x).view(b, s, self.heads, self.size).transpose(1, 2), cos, sin)
         k = rotate(self.k(x).view(b, s, self.kv_heads, self.size).transpose(1, 2), cos, sin)
         v = self.v(x).view(b, s, self.kv_heads, self.size).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, self._spread(k), self._spread(v), is_causal=True)
+        y = functional.scaled_dot_product_attention(q, self._spread(k), self._spread(v), is_causal=True)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, self.heads * self.size))
         return out
 
@@ -103,7 +103,7 @@ class SwiGlu(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
-        out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        out: torch.Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return out
 
 
@@ -146,10 +146,11 @@ class Experts(nn.Module):
         spread = x[:, :, None].expand(b, s, k, e).reshape(b, s * k, e) * fits[:, :, None]
         buffer = x.new_zeros(b, n * room, e).scatter_add(1, slot, spread)
         grouped = buffer.view(b, n, room, e).transpose(0, 1).reshape(n, b * room, e)
-        done = torch.bmm(F.silu(torch.bmm(grouped, self.gate)) * torch.bmm(grouped, self.up), self.down)
+        done = torch.bmm(functional.silu(torch.bmm(grouped, self.gate)) * torch.bmm(grouped, self.up), self.down)
         done = done.view(n, b, room, e).transpose(0, 1).reshape(b, n * room, e).gather(1, slot)
         done = done.view(b, s, k, e) * (weight * fits.view(b, s, k))[..., None]
-        return done.sum(dim=2)
+        out: torch.Tensor = done.sum(dim=2)
+        return out
 
 
 class Layer(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,5 +41,5 @@ class Mlp(nn.Module):
         """Return the mean squared error."""
         x = self.layers[0](features)
         for layer in self.layers[1:]:
-            x = layer(F.relu(x))
-        return F.mse_loss(x, target)
+            x = layer(functional.relu(x))
+        return functional.mse_loss(x, target)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of logits [b, s, v] against labels [b, s], in float32; -100 is not counted."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def tokens(vocab: int, batch: int, seq: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class SelfAttention(nn.Module):
         """Return [b, s, e] for [b, s, e]."""
         b, s, e = x.shape
         q, k, v = self.qkv(x).view(b, s, self.heads, 3 * e // self.heads).transpose(1, 2).chunk(3, dim=-1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, e))
         return out
 
@@ -51,5 +51,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
-        out: torch.Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        out: torch.Tensor = self.down(functional.gelu(self.up(x), approximate="tanh"))
         return out

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Block(nn.Module):
         """Return [b, outputs, y/stride, x/stride] for [b, inputs, y, x]."""
         y = x
         for step in self.steps[:-1]:
-            y = F.relu(step(y))
+            y = functional.relu(step(y))
         around = x if self.project is None else self.project(x)
-        return F.relu(self.steps[-1](y) + around)
+        return functional.relu(self.steps[-1](y) + around)
 
 
 class ResNet(nn.Module):
@@ -81,8 +81,8 @@ class ResNet(nn.Module):
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean cross entropy of images [b, 3, y, x] against classes [b]."""
-        x = F.max_pool2d(F.relu(self.stem(images)), 3, stride=2, padding=1)
+        x = functional.max_pool2d(functional.relu(self.stem(images)), 3, stride=2, padding=1)
         for stage in self.stages:
-            for block in stage:  # type: ignore[union-attr]
+            for block in stage.children():
                 x = block(x)
-        return F.cross_entropy(self.head(x.mean(dim=(2, 3))).float(), labels)
+        return functional.cross_entropy(self.head(x.mean(dim=(2, 3))).float(), labels)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from autopar.models.zoo.parts import token_loss, tokens
 
@@ -82,7 +82,7 @@ class Attention(nn.Module):
             part.view(b, part.shape[1], self.heads, self.size).transpose(1, 2)
             for part in (self.q(x), self.k(other), self.v(other))
         )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, self.heads * self.size))
         return out
 
@@ -106,7 +106,7 @@ class Layer(nn.Module):
         x = x + self.attention(normed, normed, bias)
         if self.cross is not None and self.cross_norm is not None:
             x = x + self.cross(self.cross_norm(x), encoded, None)
-        out: torch.Tensor = x + self.down(F.relu(self.up(self.mlp_norm(x))))
+        out: torch.Tensor = x + self.down(functional.relu(self.up(self.mlp_norm(x))))
         return out
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from autopar.models.zoo.parts import FeedForward, SelfAttention
 
@@ -71,4 +71,4 @@ class Vit(nn.Module):
         x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), dim=1) + self.positions
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(self.norm(x)[:, 0]).float(), labels)
+        return functional.cross_entropy(self.head(self.norm(x)[:, 0]).float(), labels)

@@ -6,11 +6,27 @@ behind computation: a gather is issued ahead, a gradient's reduction left runnin
 
 from __future__ import annotations
 
-from autopar.costs.operators import is_view
 from autopar.ir.graph import Graph, Op
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "reshape.default", "t.default", "transpose.int", "permute.default",
+        "expand.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor",
+        "select.int", "split.Tensor", "split_with_sizes.default", "unbind.int", "alias.default", "detach.default",
+        "as_strided.default", "chunk.default", "narrow.default", "view_as_real.default", "unfold.default",
+        "_reshape_alias.default", "view.dtype", "diagonal.default", "lift_fresh_copy.default", "view_as_complex.default",
+    )
+)  # fmt: skip
+"""Operators that only describe memory anew: no bytes move, nothing is launched on a device."""
 
 _CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default", "aten.clone.default"})
 _SUMS = frozenset({"aten.add.Tensor"})
+
+
+def is_view(op: Op) -> bool:
+    """Return whether the operator's outputs share the memory of its first input."""
+    return op.target in VIEWS
 
 
 def parameter_like(graph: Graph) -> frozenset[str]:

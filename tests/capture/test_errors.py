@@ -1,0 +1,126 @@
+"""What a user reads when a model or its example inputs cannot be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.errors import AutoparError, CaptureError, UsageError
+
+X = torch.randn(4, 4)
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class Branches(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:  # here
+            return self.linear(x)
+        return x
+
+
+class Items(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() * torch.ones(int(x.sum().item()))  # here
+
+
+class Selects(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[x > 0].sum()  # here
+
+
+class Breaks(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()  # here
+        return self.linear(x)
+
+
+class Mismatches(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x @ x[:2])  # here
+
+
+class Raises(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such batch")  # here
+
+
+CASES: list[tuple[type[nn.Module], tuple[str, ...]]] = [
+    (Branches, ("its control flow depends on tensor values", "choose with torch.where")),
+    (Items, ("a shape or Python number depends on tensor values", "no .item()")),
+    (Selects, ("a shape or Python number depends on tensor values", "a mask instead of")),
+    (Breaks, ("it calls something that leaves the graph", "move that call out of forward")),
+    (Mismatches, ("its forward raises on inputs of these shapes", "[4, 4] X [2, 4]")),
+    (Raises, ("its forward raises", "no such batch", "run the model once on these example inputs")),
+]
+
+
+@pytest.mark.parametrize(("model", "parts"), CASES, ids=[each.__name__ for each, _ in CASES])
+def test_reason_line_and_way_out_are_shown(model: type[nn.Module], parts: tuple[str, ...]):
+    with pytest.raises(CaptureError) as caught:
+        capture(model(), (X,))
+
+    text = str(caught.value)
+    assert caught.value.exit_code == 4
+    assert text.startswith(f"{model.__name__} cannot be captured as one static graph: ")
+    assert f"at tests/capture/test_errors.py:{_line_of(model)}\n" in text
+    assert all(part in text for part in parts), text
+
+
+def _line_of(model: type[nn.Module]) -> int:
+    forward: Any = model.forward
+    with open(forward.__code__.co_filename) as file:  # noqa: PTH123
+        lines = file.read().splitlines()
+    first = forward.__code__.co_firstlineno
+    return next(i for i in range(first, first + 6) if "# here" in lines[i - 1])
+
+
+class Plain(Base):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x)
+
+
+def _parallel() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+    return model
+
+
+MESSAGES: dict[str, tuple[Callable[[], tuple[Any, Any]], type[AutoparError], str]] = {
+    "no module": (lambda: ("model", (X,)), UsageError, "the model is of type str, and must be a torch.nn.Module"),
+    "no tuple": (lambda: (Plain(), 5), UsageError, "example_inputs are of type int, and must be a tuple"),
+    "missing": (lambda: (Plain(), {"y": X}), UsageError, "missing a required argument: 'x'"),
+    "unexpected": (lambda: (Plain(), {"x": X, "z": 1}), UsageError, "unexpected keyword argument 'z'"),
+    "kind": (lambda: (Plain(), (X, [object()])), UsageError, "example input y.0 is of type object"),
+    "no tensors": (lambda: (Plain(), (1,)), UsageError, "hold no tensor"),
+    "lazy": (lambda: (nn.LazyLinear(3), (X,)), CaptureError, "weight has no shape yet"),
+    "sparse": (lambda: (_parallel(), (X,)), CaptureError, "only plain dense tensors"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_wrong_model_or_inputs_are_refused(name: str):
+    make, kind, message = MESSAGES[name]
+    model, inputs = make()
+
+    with pytest.raises(kind) as caught:
+        capture(model, inputs)
+
+    assert message in str(caught.value)
+
+
+def test_torch_says_nothing_while_it_fails(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(CaptureError):
+        capture(Mismatches(), (X,))
+
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
