@@ -4,8 +4,8 @@
 
 Two copies of a model with equal values train side by side in one process, a step of one, a step of the other (which
 comes first alternates), forward, backward and AdamW. Kept are the median of the paired ratios of their seconds, and
-of each the most bytes that torch's CPU allocator held during a step beyond what it held before (torch.profiler's memory
-events, a step apart from the timed ones). One line of JSON a model, on stdout and in benchmarks/results/overhead.jsonl.
+of each the most bytes that torch's CPU allocator held in forward and backward beyond what it held before (torch.profiler's
+memory events, in a step apart from the timed ones). One line of JSON a model, on stdout and in benchmarks/results/overhead.jsonl.
 """
 
 from __future__ import annotations
@@ -62,15 +62,24 @@ class Trainer:
         self.model, self.inputs = model, inputs
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(self) -> float:
-        """Train one step and return the loss."""
+    def gradients(self) -> float:
+        """Run forward and backward and return the loss."""
         given = self.inputs
         output = self.model(**given) if isinstance(given, Mapping) else self.model(*given)
         loss: Tensor = output if isinstance(output, Tensor) else output.loss
         loss.backward()
+        return loss.item()
+
+    def update(self) -> None:
+        """Take the optimizer's step."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+
+    def step(self) -> float:
+        """Train one step and return the loss."""
+        loss = self.gradients()
+        self.update()
+        return loss
 
     def seconds(self) -> float:
         """Return the seconds of one step."""
@@ -79,13 +88,14 @@ class Trainer:
         return time.perf_counter() - start
 
 
-def peak_bytes(step: Callable[[], object]) -> int:
-    """Return the most bytes allocated during a step beyond those before it.
+def peak_bytes(trainer: Trainer) -> int:
+    """Return the most bytes allocated during forward and backward beyond those before; the optimizer's are its own.
 
     The allocator's own rounding and what libraries allocate by themselves are not counted.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
+        trainer.gradients()
+    trainer.update()
     events = profile.profiler.kineto_results.events()
     moves = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
     held = peak = 0
@@ -112,7 +122,7 @@ def measure(name: str, warmup: int, steps: int) -> dict[str, Any]:
         else:
             first = eager.seconds()
             pairs.append((first, ours.seconds()))
-    eager_peak, our_peak = peak_bytes(eager.step), peak_bytes(ours.step)
+    eager_peak, our_peak = peak_bytes(eager), peak_bytes(ours)
     return {
         "benchmark": "overhead",
         "model": name,

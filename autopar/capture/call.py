@@ -235,8 +235,9 @@ def open_records(value: Any) -> Any:
         return {name: open_records(each) for name, each in value.items()}
     if isinstance(value, torch.Tensor) or is_registered_node(kind):
         return value
-    if dataclasses.is_dataclass(kind):
-        return Record(kind, {f.name: open_records(getattr(value, f.name)) for f in dataclasses.fields(kind)})
+    if dataclasses.is_dataclass(value):
+        # Of the value, not of its type: Dynamo, which reads this function too, knows only that.
+        return Record(kind, {f.name: open_records(getattr(value, f.name)) for f in dataclasses.fields(value)})
     if isinstance(value, Mapping):
         return Record(kind, {name: open_records(each) for name, each in value.items()})
     return value

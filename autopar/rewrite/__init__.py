@@ -40,14 +40,18 @@ _PHASE: tuple[Pass, ...] = (
 """On forward and on backward, each by itself."""
 
 
-def rewrite(joint: fx.GraphModule, graph: Graph, decisions: Decisions, rank: int) -> Programs:
+def rewrite(
+    joint: fx.GraphModule, graph: Graph, decisions: Decisions, rank: int, *, local_inputs: bool = False
+) -> Programs:
     """Return the programs of `rank` under the plan's decisions.
+
+    Every rank brings the global batch to a call; with `local_inputs` its own part of it.
 
     Raises:
         RewriteError: an operator does not fit the layouts that the plan gives it.
     """
     decisions = squeeze(decisions)
-    localiser = Localiser(joint, graph, decisions, rank)
+    localiser = Localiser(joint, graph, decisions, rank, local_inputs)
     gm = localiser.run()
     gm.graph.lint()
     names = {op.name: op.where for op in graph.ops}

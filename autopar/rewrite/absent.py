@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str]) -> fx.Gr
         elif (kept := _other_term(node, zero)) is not None:
             copies[node] = copies[kept]
         else:
-            copies[node] = graph.node_copy(node, lambda each: _value(graph, each, copies, zero))
+            copies[node] = graph.node_copy(node, _Values(graph, node, copies, zero))
     made = fx.GraphModule(backward, graph)
     graph.eliminate_dead_code()
     graph.lint()
@@ -66,15 +67,25 @@ def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
     return terms[0] if before.shape == after.shape and before.dtype == after.dtype else None
 
 
-def _value(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node | None], zero: set[fx.Node]) -> Any:
-    known = copies.get(node)
-    if node not in zero and known is not None:
-        return known
-    value = node.meta["val"]
-    made = graph.call_function(
-        torch.ops.aten.full.default,
-        (list(value.shape), 0),
-        {"dtype": value.dtype, "device": value.device, "pin_memory": False},
-    )
-    made.meta = {"val": value}
-    return made
+@dataclass(frozen=True)
+class _Values:
+    """Finds the inputs of one copied operator; a zero among them is made, on the device of another."""
+
+    graph: fx.Graph
+    reader: fx.Node
+    copies: Mapping[fx.Node, fx.Node | None]
+    zero: Collection[fx.Node]
+
+    def __call__(self, node: fx.Node) -> Any:
+        known = self.copies.get(node)
+        if node not in self.zero and known is not None:
+            return known
+        beside = next(each for each in self.reader.all_input_nodes if each not in self.zero)
+        value = node.meta["val"]
+        made = self.graph.call_function(
+            torch.ops.aten.new_zeros.default,
+            (self.copies[beside], list(value.shape)),
+            {"dtype": value.dtype, "pin_memory": False},
+        )
+        made.meta = {"val": value}
+        return made

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ from autopar.ir.graph import Phase
 from autopar.ir.placement import Layout
 from autopar.ir.tensor import TensorMeta
 from autopar.rewrite.absent import without_tangents
+from autopar.rewrite.random_ops import next_seed, step_seed
 
 
 class RewriteError(RuntimeError):
@@ -58,6 +60,17 @@ class Saved:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Seeding:
+    """How the random operators of a step are given their seed."""
+
+    next_seed: Callable[[], int] = next_seed
+    """Draws a seed from torch's default generator; ranks that differ in its state get different ones."""
+
+    step_seed: Callable[[int], AbstractContextManager[None]] = step_seed
+    """Context in which a step's forward or backward runs with a seed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Programs:
     """One rank's share of a step.
@@ -77,11 +90,18 @@ class Programs:
     saved: tuple[Saved, ...]
     tangents: tuple[Value, ...]
     gradients: tuple[Value, ...]
-    """What backward returns, `None` where `meta` is: `name` is the operator of the parameter or input concerned."""
+    """What backward returns, `None` where `meta` is; `name` is the operator of the parameter or input."""
 
     emitted: tuple[Emitted, ...]
     applied: tuple[str, ...] = ()
     """Passes that acted, with how often."""
+
+    @property
+    def seeding(self) -> Seeding | None:
+        """Return how each step is given its seed; `None` if the programs draw no random numbers of their own."""
+        programs = [each for each in (self.forward, self.backward) if each is not None]
+        nodes = (node for program in programs for node in program.graph.nodes)
+        return Seeding() if any(getattr(node.target, "namespace", "") == "autopar" for node in nodes) else None
 
     def backward_without(self, absent: Collection[str]) -> fx.GraphModule | None:
         """Return backward for a step in which the tangents of these names are zero, with the same placeholders."""

@@ -17,6 +17,7 @@ from autopar.ir.placement import Layout, local_shape
 from autopar.ir.plan import Decisions
 from autopar.ir.reshard import Step, route
 from autopar.rewrite.derived import derived_parameters
+from autopar.rewrite.inputs import split_inputs
 from autopar.rewrite.marks import COLLECTIVES, WAIT, Mark, Role
 from autopar.rewrite.operators import emit
 from autopar.rewrite.programs import RewriteError
@@ -40,12 +41,16 @@ class Localiser:
     graph: Graph
     decisions: Decisions
     rank: int
+    local_inputs: bool = False
+    """Whether each rank brings its own part of the batch to a call, not the whole."""
+
     out: fx.Graph = field(init=False, default_factory=fx.Graph)
 
     def __post_init__(self) -> None:
         mesh = self.decisions.mesh
         self.writer = Writer(self.out, mesh, mesh.coordinate(self.rank))
         self.per_phase = derived_parameters(self.graph, self.decisions)
+        self._split = split_inputs(self.graph, self.decisions) if self.local_inputs else {}
         self._nodes = {node.name: node for node in self.joint.graph.nodes}
         self._made: dict[tuple[str, Phase | None], Made] = {}
         self._elements: dict[tuple[Ref, Phase | None], fx.Node] = {}
@@ -76,6 +81,8 @@ class Localiser:
         op = self.graph.by_name[ref.op]
         if op.kind == "parameter":
             return self.decisions.parameters[op.target].placements
+        if op.name in self._split:
+            return self._split[op.name]
         found = self.decisions.operators[self.graph.representative(ref.op)].strategy.outputs[ref.index]
         if found is None:
             raise RewriteError(f"output {ref.index} of {op.where} has no layout")

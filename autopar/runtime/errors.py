@@ -68,6 +68,15 @@ def input_differs(path: str, wanted: TensorMeta, local: tuple[int, ...], got: Te
     )
 
 
+def generators_drifted() -> RanksDisagreeError:
+    """Return the error for ranks whose random generators were equal at first and are not any more."""
+    return RanksDisagreeError(
+        "the ranks' random generators have drifted apart since the first step, so dropout would differ between "
+        "replicas; all ranks have stopped. Draw rank-dependent random numbers (data order, augmentation) from a "
+        "torch.Generator of their own"
+    )
+
+
 def trained_differs(name: str, *, now: bool) -> InputMismatchError:
     """Return the error for a parameter frozen or unfrozen after planning."""
     state = "requires a gradient now, and was frozen" if now else "is frozen now, and required a gradient"

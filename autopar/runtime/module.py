@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,13 +93,21 @@ class Runner:
                 return bound, tensors
         if problem is not None and mode == self._planned:
             raise problem
-        bound = Bound(self._program_for(*mode, args, kwargs), model, self.groups, self.ranks, **self._backend)
+        program = self._program_for(*mode, args, kwargs)
+        self.ranks.agree("order of collectives", _order(program))
+        bound = Bound(program, model, self.groups, self.ranks, **self._backend)
         tensors = bound.flatten(args, kwargs)
         problem = bound.mismatch(tensors)
         if problem is not None:
             raise problem
         found.append(bound)
         return bound, tensors
+
+
+def _order(program: Program) -> str:
+    """Return a digest of the collectives in the order in which a rank issues them: equal, or ranks would hang."""
+    text = repr([(each.op, each.axis, each.bytes) for each in program.local.emitted])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Reader:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,6 +96,34 @@ class Saved(Protocol):
         """Return its place among those."""
 
 
+class Issued(Protocol):
+    """One collective."""
+
+    @property
+    def op(self) -> str:
+        """Return its name."""
+
+    @property
+    def axis(self) -> str:
+        """Return the mesh axis."""
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the larger of its local buffers."""
+
+
+class Seeding(Protocol):
+    """How the random operators of a step are given their seed."""
+
+    @property
+    def next_seed(self) -> Callable[[], int]:
+        """Return what draws a seed from torch's default generator."""
+
+    @property
+    def step_seed(self) -> Callable[[int], AbstractContextManager[None]]:
+        """Return the context in which a step runs with a seed."""
+
+
 class Local(Protocol):
     """One rank's forward and backward (`autopar.rewrite.Programs`)."""
 
@@ -125,6 +154,14 @@ class Local(Protocol):
     @property
     def gradients(self) -> Sequence[Value]:
         """Return what backward gives."""
+
+    @property
+    def emitted(self) -> Sequence[Issued]:
+        """Return the collectives of forward, then of backward, in the order in which they are issued."""
+
+    @property
+    def seeding(self) -> Seeding | None:
+        """Return how steps are seeded; `None` if the programs draw no random numbers of their own."""
 
     def backward_without(self, absent: Collection[str]) -> fx.GraphModule | None:
         """Return backward for a step in which these tangents are zero."""

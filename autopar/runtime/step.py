@@ -19,6 +19,7 @@ from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dtensor_placements
 from autopar.runtime.program import Program, Value
 from autopar.runtime.ranks import Groups, Ranks
+from autopar.runtime.seeds import Seeds
 
 Backend = Callable[..., Callable[..., Any]]
 
@@ -37,6 +38,9 @@ class Bound:
         self.forward = backend(program.local.forward, groups.names, boxed=False)
         self._backwards: dict[frozenset[int], Callable[[list[Any]], Sequence[Any]]] = {}
         self._find_sources(model, ranks)
+        seeding = program.local.seeding
+        self._seeds = None if seeding is None else Seeds(seeding, ranks)
+        self._seeded = None if seeding is None else seeding.step_seed
         self._expect_inputs()
         local = program.local
         self.outputs = len(local.outputs)
@@ -157,10 +161,19 @@ class Bound:
             if table[key].requires_grad is not trained:
                 raise trained_differs(self._names[place], now=not trained)
 
-    def run(self, given: list[Any]) -> tuple[list[Any], list[torch.Tensor], Sequence[Any]]:
-        """Run forward; return user outputs as the user gets them, the same as local tensors, and what is saved."""
+    def run(self, given: list[Any]) -> tuple[list[Any], list[torch.Tensor], Sequence[Any], int | None]:
+        """Run forward on `given`, which becomes local tensors.
+
+        Returns user outputs as the user gets them, the same as local tensors, what is saved by value, and the seed.
+        """
         local = given if not self._mesh.axes else [local_of(each) for each in given]
-        made = self.forward(*local)
+        seed = None
+        if self._seeds is None or self._seeded is None:
+            made = self.forward(*local)
+        else:
+            seed = self._seeds.draw()
+            with self._seeded(seed):
+                made = self.forward(*local)
         plain = list(made[: self.outputs])
         for place, new in zip(self.buffers, made[self.outputs : self.saved_from], strict=True):
             local[place].copy_(new)
@@ -170,9 +183,9 @@ class Bound:
                 each if spec is None else dtensor_of(each, spec) for each, spec in zip(plain, self._specs, strict=True)
             ]
         given[:] = local
-        return visible, plain, made[self.saved_from :]
+        return visible, plain, made[self.saved_from :], seed
 
-    def backward(self, arguments: list[Any], grads: Sequence[Any]) -> list[Any]:
+    def backward(self, arguments: list[Any], grads: Sequence[Any], seed: int | None) -> list[Any]:
         """Run backward on saved values (a list that is emptied) and the gradients of user outputs, `None` if absent."""
         tangents: list[Any] = [None] * len(self._tangents)
         for place, grad, spec in zip(self._tangent_of, grads, self._specs, strict=True):
@@ -187,7 +200,11 @@ class Bound:
             self._backwards[absent] = self._backend(program, self._groups.names, boxed=True)
         arguments += tangents
         del tangents, grads
-        made = self._backwards[absent](arguments)
+        if seed is None or self._seeded is None:
+            made = self._backwards[absent](arguments)
+        else:
+            with self._seeded(seed):
+                made = self._backwards[absent](arguments)
         return [
             each if each is None or spec is None else dtensor_of(each, spec)
             for each, spec in zip(made, self._gradient_specs, strict=True)
@@ -199,7 +216,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: Bound, given: list[Any], *_graded: torch.Tensor) -> Any:
-        visible, plain, values = bound.run(given)
+        visible, plain, values, ctx.seed = bound.run(given)
         ctx.bound = bound
         ctx.values = list(values)
         # By reference: parameters, inputs and outputs, whose later overwriting autograd then notices.
@@ -217,7 +234,7 @@ class _Step(torch.autograd.Function):
         if not keeps_graph():
             ctx.values = None
         del values
-        return (None, None, *bound.backward(arguments, grads))
+        return (None, None, *bound.backward(arguments, grads, ctx.seed))
 
 
 def _rebuild(program: Program, count: int) -> Callable[[Sequence[Any]], Any]:

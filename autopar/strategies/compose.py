@@ -103,7 +103,10 @@ def _on_axis(
     found: dict[str, tuple[Strategy, ...]] = {}
     unknown: dict[str, Op] = {}
     cache: dict[object, tuple[tuple[Strategy, ...], bool]] = {}
-    for op in reps:
+    for op in graph.ops:
+        rep = graph.representative(op.name)
+        if rep in found:
+            continue
         metas = tuple(graph.meta(ref) for ref in op.refs)
         if op.kind == "call":
             hints = tuple(made.get((graph.representative(ref.op), ref.index), frozenset()) for ref in op.refs)
@@ -115,10 +118,10 @@ def _on_axis(
                 unknown.setdefault(op.target, op)
         else:
             strategies = _start(graph, op, axis)
-        found[op.name] = strategies
+        found[rep] = strategies
         for index in range(len(op.outputs)):
             placed = {each.outputs[index] for each in strategies}
-            made[op.name, index] = frozenset(p for p in placed if isinstance(p, Shard))
+            made[rep, index] = frozenset(p for p in placed if isinstance(p, Shard))
     if axis.role == "batch":
         found = _batch_only(graph, reps, axis, found)
     elif axis.role == "tensor":
@@ -185,8 +188,18 @@ def _batch_only(
     gathered and reduced is the choice that data parallelism has.
     """
     follow = follow_batch(graph, axis.size, found)
-    free = parameter_like(graph) | gradient_like(graph)
-    return {op.name: found[op.name] if op.name in free else (follow[op.name],) for op in reps}
+    if not axis.shard_parameters:
+        return {op.name: (follow[op.name],) for op in reps}
+    starts, ends = parameter_like(graph), gradient_like(graph)
+    kept: dict[str, tuple[Strategy, ...]] = {}
+    for op in reps:
+        kept[op.name] = (follow[op.name],)
+        if op.name in starts:
+            kept[op.name] = found[op.name]
+        elif op.name in ends:
+            split = (s for s in found[op.name] if not any(p == Replicate() for p in s.inputs))
+            kept[op.name] = tuple(dict.fromkeys((follow[op.name], *split)))
+    return kept
 
 
 def follow_batch(graph: Graph, size: int, found: Mapping[str, tuple[Strategy, ...]]) -> dict[str, Strategy]:
@@ -198,8 +211,12 @@ def follow_batch(graph: Graph, size: int, found: Mapping[str, tuple[Strategy, ..
     """
     placed: dict[tuple[str, int], Placement | None] = {}
     follow: dict[str, Strategy] = {}
-    for op in reps_of(graph):
-        options = found[op.name]
+    for instance in graph.ops:
+        rep = graph.representative(instance.name)
+        if rep in follow:
+            continue
+        # The first instance decides for all: in backward that is the last layer's, whose inputs are known.
+        op, options = instance, found[rep]
         if op.kind == "call":
             now = [placed.get((graph.representative(ref.op), ref.index)) for ref in op.refs]
             if all(p is None or p == Replicate() for p in now):
@@ -208,22 +225,17 @@ def follow_batch(graph: Graph, size: int, found: Mapping[str, tuple[Strategy, ..
             mine = min(options, key=lambda s: _mismatch(s, now, metas, op.outputs, size))
         else:
             mine = options[0]
-        follow[op.name] = mine
+        follow[rep] = mine
         for index, placement in enumerate(mine.outputs):
-            placed[op.name, index] = placement
+            placed[rep, index] = placement
         meta = op.outputs[0] if op.outputs else None
         batched = meta is not None and meta.shape[:1] == (graph.batch_size,) and graph.batch_size % size == 0
         if op.kind == "input" and batched and graph.batch_size:
-            placed[op.name, 0] = Shard(0)
+            placed[rep, 0] = Shard(0)
         if op.kind == "tangent" and batched and graph.batch_size:
             mine = next((s for s in options if s.outputs[0] == Shard(0)), mine)
-            follow[op.name], placed[op.name, 0] = mine, mine.outputs[0]
+            follow[rep], placed[rep, 0] = mine, mine.outputs[0]
     return follow
-
-
-def reps_of(graph: Graph) -> list[Op]:
-    """Return the operators that stand for themselves and their equals, in order."""
-    return [op for op in graph.ops if graph.representative(op.name) == op.name]
 
 
 def _mismatch(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_flatten
 
 from autopar.capture import CallArguments, capture
 from autopar.errors import CaptureError, InputMismatchError
@@ -18,7 +19,7 @@ from tests.capture.program import run
 
 
 class Net(nn.Module):
-    """Tied, frozen and unused parameters, BatchNorm, a plain tensor attribute, a literal tensor, an in-place operator."""
+    """Tied, frozen and unused parameters, BatchNorm, a tensor attribute, a literal tensor, an in-place operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,16 +201,15 @@ def test_return_value_is_rebuilt(form: str):
     expected = model(x)
     if form == "dataclass":
         assert type(ran.result) is Answer
-        ran_tree, expected_tree = dataclasses.asdict(ran.result), dataclasses.asdict(_detached(expected))
-    else:
-        ran_tree, expected_tree = ran.result, _detached(expected)
-    torch.testing.assert_close(ran_tree, expected_tree, rtol=0, atol=0)
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Answer):
-        return Answer(value.value.detach(), _detached(value.extra))
-    return torch.utils._pytree.tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, value)
+        ran, expected = dataclasses.replace(ran, result=dataclasses.asdict(ran.result)), dataclasses.asdict(expected)
+    found, structure = tree_flatten(ran.result)
+    wanted, expected_structure = tree_flatten(expected)
+    assert structure == expected_structure
+    for one, other in zip(found, wanted, strict=True):
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(one, other.detach(), rtol=0, atol=0)
+        else:
+            assert one == other
 
 
 class Takes(nn.Module):

@@ -1,0 +1,360 @@
+"""Whether sharded programs compute what the single-device program does: models x meshes x plans, on real gloo ranks.
+
+    python -m benchmarks.equivalence --models llama resnet --meshes 4 2x2
+
+Compared with plain eager on one rank, in float32: the output of eval(), the loss, each gradient, the losses of five
+AdamW steps and the parameters and buffers after them; and among the ranks, bit for bit, every value that the plan
+replicates. A gradient that is small beside the whole (a key's bias, whose gradient is zero but for rounding) is compared
+on the scale of the whole; `gradients_at_floor` counts these. One line of JSON a case, on stdout and in
+benchmarks/results/equivalence.jsonl; --table FILE writes a Markdown table. Ends with 1 if a case is beyond a limit.
+
+Everything a model needs is imported once; reference and ranks are forks of that process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, markdown, write
+
+LIMITS = {"eval": 1e-5, "loss": 1e-5, "gradients": 1e-4, "steps": 1e-4, "state": 1e-4}
+"""Largest relative differences: of values, and of norms for tensors."""
+
+FLOOR = 1e-4
+"""A gradient whose norm is below this share of the whole gradient's counts as having that norm."""
+
+STEPS = 5
+MODELS = ("mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "whisper")
+MESHES = {"2": "cpu:2", "4": "cpu:4", "2x2": "cpu:2x2"}
+PLANS: dict[str, dict[str, dict[str, int]]] = {
+    "free": {"2": {}, "4": {}, "2x2": {"dp_shard": 2}},
+    "tp": {"2": {"tp": 2}, "4": {"tp": 4}, "2x2": {"dp_replicate": 2, "tp": 2}},
+    "dp": {"2": {"dp_replicate": 2}, "4": {"dp_replicate": 4}, "2x2": {"dp_replicate": 2, "dp_shard": 2, "zero": 1}},
+    "sharding": {
+        "2": {"dp_shard": 2, "zero": 3},
+        "4": {"dp_shard": 4, "zero": 3},
+        "2x2": {"dp_replicate": 2, "dp_shard": 2, "zero": 3},
+    },
+}
+"""What each kind of plan fixes on each mesh."""
+
+
+def build(name: str) -> tuple[Any, dict[str, Any]]:
+    """Return a model in training mode and its keyword arguments, equal on every rank."""
+    if name != "mlp":
+        from autopar.models.hf_tiny import tiny
+
+        return tiny(name)
+    import torch
+
+    from benchmarks.testbed.scenarios import Scenario
+
+    model, (x, y) = Scenario(width=64, depth=4, batch=16).build()
+    return model.train(), {"x_BW": x, "y_BW": y.to(torch.float32)}
+
+
+def results(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return all that is compared, as tensors or DTensors: eval output, loss, gradients, losses of steps, last state."""
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        evaluated = _tensors(model(**inputs))
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        output = model(**inputs)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        loss.backward()
+        losses.append(loss.detach().clone())
+        if step == 0:
+            gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())}
+    return {"eval": evaluated, "losses": losses, "gradients": gradients, "state": state}
+
+
+def _tensors(output: Any) -> list[Any]:
+    """Return the tensors of a model's output, in order."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return [output.detach().clone()]
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else ()
+    return [tensor for each in values for tensor in _tensors(each)]
+
+
+def whole(value: Any) -> Any:
+    """Return a result with every DTensor gathered; all ranks must call this alike."""
+    if isinstance(value, dict):
+        return {name: whole(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [whole(each) for each in value]
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def differences(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the largest relative difference of each kind, and which tensor has that of the gradients."""
+    found: dict[str, Any] = {"eval": _largest(got["eval"], wanted["eval"])}
+    losses = [_relative(a, b) for a, b in zip(got["losses"], wanted["losses"], strict=True)]
+    found["loss"], found["steps"] = losses[0], max(losses)
+    if got["gradients"].keys() != wanted["gradients"].keys():
+        raise RuntimeError(f"other gradients: {got['gradients'].keys() ^ wanted['gradients'].keys()}")
+    norms = {name: each.double().norm().item() for name, each in wanted["gradients"].items()}
+    floor = FLOOR * sum(norm**2 for norm in norms.values()) ** 0.5
+    apart = {
+        name: (got["gradients"][name].double() - each.double()).norm().item() / max(norms[name], floor)
+        for name, each in wanted["gradients"].items()
+    }
+    worst = max(apart, key=lambda name: apart[name])
+    found |= {"gradients": apart[worst], "worst_gradient": worst}
+    found["gradients_at_floor"] = sum(norm < floor for norm in norms.values())
+    found["state"] = _joint(got["state"], wanted["state"])
+    return found
+
+
+def _relative(a: Any, b: Any) -> float:
+    """Return the norm of the difference over that of `b`, of floating-point tensors; of others, 0 or 1."""
+    import torch
+
+    if not b.is_floating_point():
+        return 0.0 if torch.equal(a, b) else 1.0
+    finite = torch.isfinite(b)
+    if a.shape != b.shape or not torch.equal(torch.isfinite(a), finite):
+        return float("inf")
+    a, b = a.double()[finite], b.double()[finite]
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def _largest(got: list[Any], wanted: list[Any]) -> float:
+    return max(_relative(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def _joint(got: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """Return the relative difference of all tensors together."""
+    apart = total = 0.0
+    for name, each in wanted.items():
+        apart += float((got[name].double() - each.double()).norm()) ** 2
+        total += float(each.double().norm()) ** 2
+    return (apart / total) ** 0.5 if total else apart
+
+
+def unequal_replicas(found: dict[str, Any]) -> list[str]:
+    """Return the names of values that differ in some bit between ranks that hold the same part of them."""
+    import hashlib
+
+    import torch.distributed as dist
+
+    mine = {}
+    for group in ("losses", "gradients", "state"):
+        values = found[group]
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            digest = hashlib.sha256(local.contiguous().numpy().tobytes()).hexdigest()
+            mine[f"{group} {name}"] = (_part(value), digest)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    bad = []
+    for name in mine:
+        by_part: dict[Any, set[str]] = {}
+        for rank in everyone:
+            part, digest = rank[name]
+            by_part.setdefault(part, set()).add(digest)
+        if any(len(digests) > 1 for digests in by_part.values()):
+            bad.append(name)
+    return bad
+
+
+def _part(value: Any) -> tuple[int, ...]:
+    """Return which part of a tensor this rank holds: its coordinates on the axes that shard it."""
+    if not hasattr(value, "device_mesh"):
+        return ()
+    coordinate = value.device_mesh.get_coordinate()
+    return tuple(at for at, placement in zip(coordinate, value.placements, strict=True) if not placement.is_replicate())
+
+
+def reference(name: str, out: Path) -> None:
+    """Save the results of plain eager."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.save(results(*build(name)), out)
+
+
+def make_plan(name: str, mesh: str, plan: str, out: Path) -> None:
+    """Search the plan of a case and save it."""
+    import autopar
+
+    model, inputs = build(name)
+    autopar.plan(model, MESHES[mesh], example_inputs=inputs, fix=PLANS[plan][mesh]).save(out)
+
+
+def rank_main(name: str, plan: Path, wanted: Path, out: Path) -> None:
+    """Run a plan on this rank, and on rank 0 save how the results differ from the reference."""
+    import torch
+    import torch.distributed as dist
+
+    import autopar
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model, inputs = build(name)
+    loaded = autopar.Plan.load(plan)
+    compiled = autopar.compile(model, autopar.ClusterSpec.from_dict(loaded.cluster), example_inputs=inputs, plan=loaded)
+    found = results(compiled, inputs)
+    unequal = unequal_replicas(found)
+    gathered = whole(found)
+    if dist.get_rank() == 0:
+        apart = differences(gathered, torch.load(wanted))
+        out.write_text(json.dumps({**apart, "unequal_replicas": unequal}), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fork(work: Sequence[tuple[Callable[..., None], tuple[Any, ...], dict[str, str]]], timeout_s: float) -> str:
+    """Run functions side by side, each in a fork with its variables, and return the text of the first failure."""
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / str(number) for number in range(len(work))]
+        children = [
+            context.Process(target=_child, args=(function, arguments, variables, log))
+            for (function, arguments, variables), log in zip(work, logs, strict=True)
+        ]
+        for child in children:
+            child.start()
+        end = time.monotonic() + timeout_s
+        while any(child.is_alive() for child in children) and time.monotonic() < end:
+            if any(child.exitcode for child in children):
+                time.sleep(1.0)  # the others may be about to say more
+                break
+            time.sleep(0.05)
+        late = [child for child in children if child.is_alive()]
+        for child in late:
+            child.kill()
+        for child in children:
+            child.join()
+        said = [log.read_text(encoding="utf-8") for log in logs if log.exists()]
+        codes = [child.exitcode for child in children]
+    if said:
+        return min(said, key=len)
+    if late:
+        return f"{len(late)} of {len(work)} not done within {timeout_s:.0f} s"
+    return "" if not any(codes) else f"ended with {codes}"
+
+
+def _child(function: Callable[..., None], arguments: tuple[Any, ...], variables: dict[str, str], log: Path) -> None:
+    os.environ.update(variables)
+    try:
+        function(*arguments)
+    except BaseException:
+        log.write_text(traceback.format_exc(limit=-4), encoding="utf-8")
+        os._exit(1)
+
+
+def run_case(name: str, mesh: str, plan: str, wanted: Path, folder: Path, timeout_s: float) -> dict[str, Any]:
+    """Return the row of one case."""
+    row: dict[str, Any] = {"benchmark": "equivalence", "model": name, "mesh": mesh, "plan": plan}
+    start = time.perf_counter()
+    planned, told = folder / "plan.json", folder / "result.json"
+    for old in (planned, told):
+        old.unlink(missing_ok=True)
+    error = fork([(make_plan, (name, mesh, plan, planned), {})], timeout_s)
+    if not error:
+        from autopar.ir.plan import Plan
+
+        decided = Plan.load(planned).decisions
+        row |= {"axes": str(decided.mesh), "collectives": sum(each.count for each in decided.collectives)}
+        ranks = decided.mesh.world_size
+        port = str(_free_port())
+        work = [(rank_main, (name, planned, wanted, told), _variables(rank, ranks, port)) for rank in range(ranks)]
+        error = fork(work, timeout_s)
+    if error:
+        return {**row, "ok": False, "error": error[-2000:], "seconds": round(time.perf_counter() - start, 1)}
+    found = json.loads(told.read_text(encoding="utf-8"))
+    ok = all(found[kind] <= limit for kind, limit in LIMITS.items()) and not found["unequal_replicas"]
+    return {**row, "ok": ok, **found, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def _variables(rank: int, world: int, port: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table, with what was decided and what differs."""
+    columns = ["model", "mesh", "plan", "axes", "collectives", *LIMITS, "gradients_at_floor", "replicas", "ok"]
+    lines = [
+        {**row, "replicas": "failed" if "error" in row else "differ" if row["unequal_replicas"] else "equal"}
+        for row in rows
+    ]
+    limits = ", ".join(f"{kind} {limit:g}" for kind, limit in LIMITS.items())
+    good = sum(row["ok"] for row in rows)
+    return f"{good} of {len(rows)} cases within the limits ({limits}).\n\n{markdown(lines, columns)}"
+
+
+def main() -> int:
+    """Run every case asked for, and return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds that planning, and running, may take each")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="where a Markdown table goes")
+    parser.add_argument("--output", type=Path, default=RESULTS / "equivalence.jsonl")
+    args = parser.parse_args()
+    # One thread: forks of a process that has started torch's thread pool hang.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    import autopar.api
+    import autopar.api.compiling
+
+    torch.set_num_threads(1)
+    if set(args.models) - {"mlp"}:
+        import autopar.models.hf_tiny
+        import transformers  # noqa: F401  imported before the forks
+    rows = []
+    for name in args.models:
+        with tempfile.TemporaryDirectory() as folder:
+            wanted = Path(folder) / "reference.pt"
+            error = fork([(reference, (name, wanted), {})], args.timeout)
+            if error:
+                raise RuntimeError(f"the reference of {name} failed:\n{error}")
+            for mesh in args.meshes:
+                for plan in args.plans:
+                    rows.append(run_case(name, mesh, plan, wanted, Path(folder), args.timeout))
+                    write(rows[-1], args.output)
+    if args.table:
+        args.table.write_text(table(rows), encoding="utf-8")
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
