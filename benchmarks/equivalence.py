@@ -36,7 +36,9 @@ FLOOR = 1e-4
 
 STEPS = 5
 MODELS = ("mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "whisper")
-MESHES = {"2": "cpu:2", "4": "cpu:4", "2x2": "cpu:2x2"}
+MESHES = {"2": (1, 2), "4": (1, 4), "2x2": (2, 2)}
+"""Nodes, and ranks of each."""
+
 PLANS: dict[str, dict[str, dict[str, int]]] = {
     "free": {"2": {}, "4": {}, "2x2": {"dp_shard": 2}},
     "tp": {"2": {"tp": 2}, "4": {"tp": 4}, "2x2": {"dp_replicate": 2, "tp": 2}},
@@ -48,6 +50,28 @@ PLANS: dict[str, dict[str, dict[str, int]]] = {
     },
 }
 """What each kind of plan fixes on each mesh."""
+
+
+def cluster_of(mesh: str) -> Any:
+    """Return slow cores with fast links: on them splitting pays even for small models, where free plans else replicate."""
+    from cost_models.cluster import ClusterSpec
+
+    nodes, ranks = MESHES[mesh]
+    node: dict[str, Any] = {"device": "slow", "count": ranks, "links": _link("20GB/s"), "nic": _link("10GB/s")}
+    rate = {"preset": "cpu", "compute": {"fp32": "1GFLOP/s"}, "memory": {"bandwidth": "1GB/s"}}
+    return ClusterSpec.from_dict(
+        {
+            "version": 1,
+            "name": f"slow-cores-{mesh}",
+            "devices": {"slow": rate},
+            "nodes": {"host": node},
+            "groups": [{"node": "host", "count": nodes}],
+        }
+    )
+
+
+def _link(bandwidth: str) -> dict[str, str]:
+    return {"bandwidth": bandwidth, "latency": "0us", "call_overhead": "1us"}
 
 
 def build(name: str) -> tuple[Any, dict[str, Any]]:
@@ -199,7 +223,7 @@ def make_plan(name: str, mesh: str, plan: str, out: Path) -> None:
     import autopar
 
     model, inputs = build(name)
-    autopar.plan(model, MESHES[mesh], example_inputs=inputs, fix=PLANS[plan][mesh]).save(out)
+    autopar.plan(model, cluster_of(mesh), example_inputs=inputs, fix=PLANS[plan][mesh]).save(out)
 
 
 def rank_main(name: str, plan: Path, wanted: Path, out: Path) -> None:
@@ -325,7 +349,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds that planning, and running, may take each")
+    parser.add_argument(
+        "--timeout", type=float, default=240.0, help="seconds that planning, and running, may take each"
+    )
     parser.add_argument("--table", type=Path, metavar="FILE", help="where a Markdown table goes")
     parser.add_argument("--output", type=Path, default=RESULTS / "equivalence.jsonl")
     args = parser.parse_args()

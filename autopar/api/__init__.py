@@ -1,4 +1,4 @@
-"""The public functions, composed of the stages: capture, strategies, costs, search; rewrite and runtime for `compile`."""
+"""The public functions, composed of the stages: capture to search for `plan`, rewrite and runtime for `compile`."""
 
 from __future__ import annotations
 

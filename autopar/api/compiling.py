@@ -19,7 +19,7 @@ from autopar.capture.recompute import recomputed
 from autopar.errors import UsageError
 from autopar.ir.plan import Decisions, Plan
 from autopar.ir.plan_json import from_json, load, to_json
-from autopar.options import PlanOptions
+from autopar.options import PlanOptions, Precision
 from autopar.progress import Progress, Silent
 from autopar.rewrite import rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
@@ -116,8 +116,9 @@ class Job:
         return captured
 
     @property
-    def _precision(self) -> str:
-        return self.plan.workload.precision if self.plan is not None else self.options.precision
+    def _precision(self) -> Precision:
+        planned = self.plan.workload.precision if self.plan is not None else self.options.precision
+        return PlanOptions.parse(precision=planned).precision
 
     def build(self, captured: Captured | None, *, in_place: bool = False) -> nn.Module:
         """Return the compiled module: planned for `captured`, or by the plan that was given."""
@@ -157,7 +158,7 @@ class Job:
         if spec.device_count != self.ranks.world_size:
             running, planned = self.ranks.world_size, spec.device_count
             raise UsageError(
-                f"the cluster {spec.name!r} has {planned} devices but {running} rank{'s are' if running > 1 else ' is'} "
+                f"cluster {spec.name!r} has {planned} devices but {running} rank{'s are' if running > 1 else ' is'} "
                 f"running; start the script with torchrun --nproc-per-node {spec.devices_per_node}"
                 f"{f' --nnodes {spec.node_count}' if spec.node_count > 1 else ''}, or give a cluster of {running}"
             )
@@ -194,7 +195,7 @@ class Job:
                 spec = self.cluster or ClusterSpec.from_dict(plan.cluster)
                 program = Program(captured.graph, plan.workload.model, _torch_version())
                 options = PlanOptions(
-                    precision=plan.workload.precision, optimizer="none", time_limit=_FOLLOW_LIMIT_S, memory_margin=0.0
+                    precision=self._precision, optimizer="none", time_limit=_FOLLOW_LIMIT_S, memory_margin=0.0
                 )
                 found = Planner(program, spec, options, Silent()).follow(plan.decisions)
         shared: Decisions = self.ranks.from_first(found)

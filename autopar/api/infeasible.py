@@ -39,9 +39,11 @@ def memory(least: Outcome, budget_bytes: int, cluster: ClusterSpec, options: Pla
     """Return the error about a program whose smallest plan does not fit: by how much, why, and what would do."""
     held = least.memory()
     lines = [
-        f"no plan fits: even the smallest needs {format_bytes(held.total)} per device and the budget is "
-        f"{format_bytes(budget_bytes)} ({format_bytes(cluster.memory_bytes)} less the margin of "
-        f"{options.memory_margin:.0%}).",
+        (
+            f"no plan fits: even the smallest needs {format_bytes(held.total)} per device and the budget is "
+            f"{format_bytes(budget_bytes)} ({format_bytes(cluster.memory_bytes)} less the margin of "
+            f"{options.memory_margin:.0%})."
+        ),
         "Largest tensors in that plan:",
         *(f"    {format_bytes(size):>12}  {name}" for size, name in _largest(least)),
     ]

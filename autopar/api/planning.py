@@ -35,6 +35,12 @@ PEAK_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 Recompute = Literal["none", "full"]
 
+_WHY_NOT = {
+    "infeasible": "does not fit in memory",
+    "cutoff": "does not fit in memory, or is proven slower than the plan",
+    "time_limit": "no plan found within the time limit",
+}
+
 _SECONDS_STEPS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 
 
@@ -201,12 +207,7 @@ class Planner:
         limits = Limits(self._budget, max(left, 1.0), self.options.gap, self.options.seed, best_s)
         solution = solve_program(one.program, limits)
         if not solution.options:
-            why = {
-                "infeasible": "does not fit in memory",
-                "cutoff": "does not fit in memory, or is proven slower than the plan",
-                "time_limit": "no plan found within the time limit",
-            }
-            return Solved(one.candidate, solution, why_not=why.get(solution.status, solution.status))
+            return Solved(one.candidate, solution, why_not=_WHY_NOT.get(solution.status, solution.status))
         outcome = Outcome(graph, one.pricing, one.links, solution.options, self.options.optimizer)
         return Solved(one.candidate, solution, outcome, timing(one.pricing.table, solution.options).step_s)
 

@@ -29,8 +29,8 @@ def require_fresh(plan: Plan, graph: Graph, torch_version: str, cluster: Cluster
     if differs:
         lines = "\n".join(f"    {line}" for line in differs)
         raise StalePlanError(
-            f"the plan for {plan.workload.model} is stale:\n{lines}\nplan again with `autopar plan`, or give the model, "
-            "cluster and torch that it was made for"
+            f"the plan for {plan.workload.model} is stale:\n{lines}\nplan again with `autopar plan`, or give the "
+            "model, cluster and torch that it was made for"
         )
 
 

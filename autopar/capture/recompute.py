@@ -74,8 +74,7 @@ def recomputed_graph(graph: Graph) -> Graph:
     again = {name for names in plan.values() for name in names}
     ops: list[Op] = []
     for op in graph.ops:
-        for name in plan.get(op.name, ()):
-            ops.append(_renamed(graph.by_name[name], again))
+        ops.extend(_renamed(graph.by_name[name], again) for name in plan.get(op.name, ()))
         ops.append(_reading_copies(op, again) if op.phase == "backward" else op)
     fold = dict(graph.fold)
     for name in again:

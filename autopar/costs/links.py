@@ -48,7 +48,7 @@ class Links:
         topology = {level.name: level.topology for level in levels}
         kind = self.cluster.device.kind
         self._overlap = tuple(
-            overlap_efficiency(kind, topology.get(self.level(axis), "")).value for axis in range(len(self.sizes))
+            float(overlap_efficiency(kind, topology.get(self.level(axis), "")).value) for axis in range(len(self.sizes))
         )
 
     def level(self, axis: int) -> str:

@@ -129,8 +129,9 @@ class Holdings:
         if meta is None:
             return np.zeros(len(cluster.options))
         layouts = [cluster.strategy(op.name, k).outputs[index] for k in range(len(cluster.options))]
-        state = [state_bytes(op, l, self.sizes, self.optimizer) if with_state and l else 0.0 for l in layouts]
-        return np.array([local_bytes(meta, l, self.sizes) for l in layouts]) + np.array(state)
+        state = [state_bytes(op, at, self.sizes, self.optimizer) if with_state and at else 0.0 for at in layouts]
+        held: Floats = np.array([local_bytes(meta, at, self.sizes) for at in layouts]) + np.array(state)
+        return held
 
     def row(self, at: int) -> MemoryRow:
         """Return what one device holds while the operator at position `at` runs."""

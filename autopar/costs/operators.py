@@ -68,7 +68,7 @@ def seconds(
 
 
 def flops(op: Op, metas: Sequence[TensorMeta]) -> float:
-    """Return the floating-point operations of matrix products and attention in `op` on global shapes; others count 0."""
+    """Return the floating-point operations of matrix products and attention in `op` on global shapes, 0 for others."""
     if op.kind != "call":
         return 0.0
     ins = [meta.shape for meta in metas]

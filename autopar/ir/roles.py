@@ -15,7 +15,8 @@ VIEWS = frozenset(
         "expand.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor",
         "select.int", "split.Tensor", "split_with_sizes.default", "unbind.int", "alias.default", "detach.default",
         "as_strided.default", "chunk.default", "narrow.default", "view_as_real.default", "unfold.default",
-        "_reshape_alias.default", "view.dtype", "diagonal.default", "lift_fresh_copy.default", "view_as_complex.default",
+        "_reshape_alias.default", "view.dtype", "diagonal.default", "lift_fresh_copy.default", 
+        "view_as_complex.default",
     )
 )  # fmt: skip
 """Operators that only describe memory anew: no bytes move, nothing is launched on a device."""
@@ -40,7 +41,7 @@ def parameter_like(graph: Graph) -> frozenset[str]:
 
 
 def gradient_like(graph: Graph) -> frozenset[str]:
-    """Return the operators whose value becomes parameters' gradients and nothing else, by reshaping, casting, adding."""
+    """Return the operators whose value only becomes parameters' gradients, by reshaping, casting and adding."""
     read_by_output: dict[str, set[str]] = {}
     for output in graph.outputs:
         if output.ref is not None:

@@ -77,7 +77,8 @@ class Programs:
 
     `forward` takes every placeholder of the captured graph but the tangents, in order, and
     returns one flat tuple: user outputs, new values of buffers, values saved for backward.
-    `backward` takes what `saved` names, in order, then the tangents; it returns the gradients. Group names in both are names of mesh axes.
+    `backward` takes what `saved` names, in order, then the tangents; it returns the gradients.
+    Group names in both are names of mesh axes.
     """
 
     forward: fx.GraphModule

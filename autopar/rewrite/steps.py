@@ -102,7 +102,9 @@ class _Step:
         at = self.writer.coordinate[self.step.axis]
         if runs == 1:
             length = self.shape_after[dim]
-            return self._move(_ATEN.slice.Tensor, value, dim, at * length, (at + 1) * length)
+            own = self._move(_ATEN.slice.Tensor, value, dim, at * length, (at + 1) * length)
+            # Kernels take some inputs (statistics of a normalisation) to be contiguous without looking.
+            return own if dim == 0 else self._move(_ATEN.contiguous.default, own)
         own = self._move(_ATEN.select.int, self._split(value, self.shape_before, dim, runs), dim + 1, at)
         return self._move(_ATEN.reshape.default, own, list(self.shape_after))
 

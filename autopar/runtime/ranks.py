@@ -124,7 +124,5 @@ class Groups:
 def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(wanted)
-    if place.type == "cuda" and place.index is None:
-        return torch.device("cuda", local_rank)
-    return place
+    named = str(wanted)
+    return torch.device("cuda", local_rank) if named == "cuda" else torch.device(named)

@@ -47,7 +47,7 @@ def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Seque
     if rest == 1:
         return [{}]
     out: set[str] = {*known, *forbidden}
-    outer: list[Role] = [role for role in ("dp_shard", "dp_replicate") if role not in out]  # type: ignore[misc]
+    outer: list[Role] = [role for role in ("dp_shard", "dp_replicate") if role not in out]
     free_ok = "tp" not in out
     found: list[dict[Role, int]] = []
     inner = [size for size in _divisors(rest) if size <= max(2 * per_node, _FREE_LIMIT)]
@@ -74,7 +74,7 @@ def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Seque
 
 
 def _assemble(known: Mapping[str, int], extra: Mapping[Role, int]) -> Candidate | None:
-    sizes: dict[str, int] = {**known, **extra}
+    sizes: dict[str, int] = {**known, **{str(role): size for role, size in extra.items()}}
     order: tuple[Role, ...] = ("dp_replicate", "dp_shard", "free", "tp")
     return tuple(MeshAxis(role, sizes[role]) for role in order if sizes.get(role, 1) > 1)
 

@@ -54,10 +54,18 @@ def axis_strategies(
 
 def fits(strategy: Strategy, metas: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...], size: int) -> bool:
     """Return whether every shard is even, and every term is of a type whose sum means something."""
-    inputs = zip(metas, strategy.inputs, strict=True)
-    return all(
-        _fits(meta, placement, size) for meta, placement in (*inputs, *zip(outputs, strategy.outputs, strict=True))
-    )
+    inputs = tuple(zip(metas, strategy.inputs, strict=True))
+    made = tuple(zip(outputs, strategy.outputs, strict=True))
+    if any(isinstance(placement, Partial) for _, placement in inputs):
+        # Terms of terms: whole numbers made from parts of floating ones are rounded apart.
+        held = [meta for meta, placement in (*inputs, *made) if isinstance(placement, Partial)]
+        if not all(meta is not None and _is_continuous(meta) for meta in held):
+            return False
+    return all(_fits(meta, placement, size) for meta, placement in (*inputs, *made))
+
+
+def _is_continuous(meta: TensorMeta) -> bool:
+    return meta.is_floating or meta.dtype.startswith("complex")
 
 
 def _fits(meta: TensorMeta | None, placement: Placement | None, size: int) -> bool:

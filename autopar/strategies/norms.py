@@ -113,6 +113,18 @@ def _samples(
         yield call.strategy(ins, {i: Shard(0, outer) for i in outputs}, "sync", inner)
 
 
+def _weight_norm(call: Call) -> Iterator[Strategy]:
+    """Yield those of a weight as direction and length (and its gradient): along the dimension that has lengths."""
+    rank = len(call.metas[0].shape)
+    dim = call.dim("dim", rank)
+    along = plain("a" if d == dim else None for d in range(rank))
+    lengths = {meta.shape for meta in (*call.metas, *call.op.outputs) if meta is not None and len(meta.shape) < rank}
+    if lengths:
+        return iter((call.replicated(),))
+    inputs = dict.fromkeys(("v", "g", "grad_w", "saved_v", "saved_g", "saved_norms"), along)
+    return call.named(inputs, [along, along])
+
+
 RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.native_layer_norm.default": _layer_norm,
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
@@ -124,4 +136,6 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten._native_batch_norm_legit_no_training.default": _batch_norm,
     "aten._native_batch_norm_legit.no_stats": _batch_norm,
     "aten.native_batch_norm_backward.default": _batch_norm_backward,
+    "aten._weight_norm_interface.default": _weight_norm,
+    "aten._weight_norm_interface_backward.default": _weight_norm,
 }

@@ -135,7 +135,9 @@ def check_same_training(scenario: str, runs: Sequence[Run]) -> None:
     for run in runs[1:]:
         for step, (wanted, got) in enumerate(zip(first.losses, run.losses, strict=True)):
             if abs(wanted - got) > _SAME_LOSS * abs(wanted):
-                raise RuntimeError(f"{scenario}: loss of step {step} is {wanted} by {first.strategy}, {got} by {run.strategy}")
+                raise RuntimeError(
+                    f"{scenario}: loss of step {step} is {wanted} by {first.strategy}, {got} by {run.strategy}"
+                )
 
 
 def _ratio(run: Run, best: Run) -> float:

@@ -29,7 +29,7 @@ class Ran:
 def run(
     captured: Captured, model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Ran:
-    """Run the joint graph on the model's own values; every floating-point scalar output gets the tangent 1, others 0."""
+    """Run the joint graph on the model's own values; scalar outputs get the tangent 1, others 0."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     inputs = captured.call.flatten(args, kwargs or {})

@@ -201,7 +201,7 @@ def test_return_value_is_rebuilt(form: str):
     expected = model(x)
     if form == "dataclass":
         assert type(ran.result) is Answer
-        ran, expected = dataclasses.replace(ran, result=dataclasses.asdict(ran.result)), dataclasses.asdict(expected)
+        ran, expected = dataclasses.replace(ran, result=vars(ran.result)), vars(expected)
     found, structure = tree_flatten(ran.result)
     wanted, expected_structure = tree_flatten(expected)
     assert structure == expected_structure

@@ -31,7 +31,7 @@ def fails():
     return helper()
 
 def helper():
-    raise RuntimeError("no data")  # line 23
+    raise RuntimeError("no data")  # line 20
 
 def number():
     return 5
@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no file": ("nowhere.py:f", {}, "model file nowhere.py does not exist"),
     "no module": ("no.such:f", {}, "no module named 'no'"),
     "attribute": ("FILE:pear", {}, "has no 'pear' (did you mean 'pair'?)"),
-    "raises": ("FILE:fails", {}, "RuntimeError: no data\n  at FILE:23: raise RuntimeError"),
+    "raises": ("FILE:fails", {}, "RuntimeError: no data\n  at FILE:20: raise RuntimeError"),
     "returns": ("FILE:number", {}, "returned a value of type int, and must return a model or (model, example_inputs)"),
     "inputs": ("FILE:wrong_inputs", {}, "returned example inputs of type int"),
     "no function": ("FILE:value", {}, "is of type int, and must be a function"),
@@ -113,8 +113,8 @@ def test_file_that_cannot_be_imported_names_its_line(tmp_path: Path):
 
 
 def test_transformers_configuration_of_a_directory_is_read(tmp_path: Path):
-    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2,
-              "intermediate_size": 128, "vocab_size": 128, "architectures": ["LlamaForSequenceClassification"]}  # fmt: skip
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "intermediate_size": 128}
+    config = {"model_type": "llama", "vocab_size": 128, "architectures": ["LlamaForSequenceClassification"], **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     found = resolve(f"hf:{tmp_path}", batch=4, seq=16, overrides={"num_hidden_layers": "3"})

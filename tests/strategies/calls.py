@@ -499,6 +499,15 @@ def norms() -> Iterator[Case]:
     yield c("native_batch_norm_backward.default", f(4, 8, 2, 2), x, *args)
 
 
+def weight_norms() -> Iterator[Case]:
+    """Yield weights as direction and length."""
+    for dim, shape in ((0, (8, 1, 1)), (2, (1, 1, 4))):
+        v, g = f(8, 6, 4), p(*shape)
+        yield c("_weight_norm_interface.default", v, g, dim)
+        _, norms = aten._weight_norm_interface(v, g, dim)
+        yield c("_weight_norm_interface_backward.default", f(8, 6, 4), v, g, norms, dim)
+
+
 def indexing() -> Iterator[Case]:
     """Yield reads and writes at places."""
     for name in ("index", "_unsafe_index"):
@@ -555,7 +564,7 @@ def registry() -> Iterator[Case]:
 
 FAMILIES = (
     unary, binary, backward_of_elements, matmul, views, slices, factories, reductions, embedding, softmax, losses,
-    attention, convolutions, pooling, norms, indexing, experts, registry,
+    attention, convolutions, pooling, norms, weight_norms, indexing, experts, registry,
 )  # fmt: skip
 
 

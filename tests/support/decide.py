@@ -92,15 +92,15 @@ def drawn(
     sizes = mesh.sizes
     choices = compose(graph, [AxisSpec(axis.size) for axis in mesh.axes], axis_strategies)
     decided: dict[str, OperatorDecision] = {}
-    made: dict[Ref, Layout | None] = {}
+    holds: dict[Ref, Layout | None] = {}
     for op in graph.ops:
         rep = graph.representative(op.name)
         if rep not in decided:
-            have = [made.get(ref) for ref in op.refs]
+            have = [holds.get(ref) for ref in op.refs]
             options = [
                 s
                 for s in choices.of[rep]
-                if all(layout is None or is_reachable(layout, want) for layout, want in zip(have, s.inputs, strict=True))
+                if all(made is None or is_reachable(made, want) for made, want in zip(have, s.inputs, strict=True))
                 and (lowered or not any(axis.lowering for axis in s.axes))
             ]
             if not options:
@@ -112,7 +112,7 @@ def drawn(
                 chosen = rng.choice(options)
             decided[rep] = OperatorDecision(target=op.target, strategy=chosen)
         for index, layout in enumerate(decided[rep].strategy.outputs):
-            made[Ref(op.name, index)] = layout
+            holds[Ref(op.name, index)] = layout
     parameters = {
         name: ParameterDecision(placements=_made(decided, graph, op), gather=gather)
         for op in graph.ops

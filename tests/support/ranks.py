@@ -125,6 +125,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
         try:
             outcome = Outcome(value=function(rank, *args))
         except Exception as error:  # noqa: BLE001
-            outcome = Outcome(error=f"{type(error).__name__}: {error}", kind=type(error).__name__, trace=traceback.format_exc())
+            kind = type(error).__name__
+            outcome = Outcome(error=f"{kind}: {error}", kind=kind, trace=traceback.format_exc())
         pipe.send(outcome)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""T5: encoder and decoder with relative positions that all layers of a stack share."""
+"""T5: encoder and decoder with relative positions that all layers of a stack share, output embedding tied."""
 
 from __future__ import annotations
 
@@ -137,8 +137,10 @@ class T5(nn.Module):
         self.encoder = Stack(settings, decoder=False)
         self.decoder = Stack(settings, decoder=True)
         self.head = nn.Linear(settings.hidden, settings.vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = settings.hidden**-0.5
 
     def forward(self, input_ids: torch.Tensor, decoder_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of predicting `labels` [b, t] from `input_ids` [b, s] and the tokens before them."""
         encoded = self.encoder(self.embed(input_ids))
-        return token_loss(self.head(self.decoder(self.embed(decoder_ids), encoded)), labels)
+        return token_loss(self.head(self.decoder(self.embed(decoder_ids), encoded) * self.scale), labels)

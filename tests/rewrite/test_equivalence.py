@@ -1,0 +1,90 @@
+"""Rewritten programs on all ranks against the whole program, under decisions that are anything but tame."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.ir.mesh import Mesh
+from tests.support.decide import decide, drawn, mesh_of
+from tests.support.models import cases
+from tests.support.whole import Ranked, Whole, run_ranks
+
+MESHES = [mesh_of(tp=2), mesh_of(dp=2, tp=2)]
+
+
+@pytest.fixture(scope="module")
+def wholes() -> dict[str, tuple[Whole, list[torch.Tensor | None]]]:
+    found = {name: Whole.of(model, example) for name, (model, example) in cases().items()}
+    return {name: (whole, whole.run()) for name, whole in found.items()}
+
+
+def require_equal(ranked: Ranked, whole: list[torch.Tensor | None]) -> None:
+    for rank, results in enumerate(ranked.results):
+        for place, (mine, want) in enumerate(zip(results, whole, strict=True)):
+            if want is None:
+                assert mine is None
+            else:
+                torch.testing.assert_close(mine, ranked.expected(rank, place, want), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "plain", "vision", "tied"])
+def test_random_decisions_give_the_whole_programs_results(name: str, mesh: Mesh, seed: int, wholes):
+    whole, want = wholes[name]
+    gather = "per_phase" if seed % 2 else "once"
+
+    ranked = run_ranks(whole, drawn(whole.captured.graph, mesh, seed, gather=gather, greedy=seed >= 2))
+
+    require_equal(ranked, want)
+
+
+@pytest.mark.parametrize("gather", ["per_phase", "once"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "vision", "tied"])
+def test_parameters_sharded_at_rest_give_the_whole_programs_results(name: str, mesh: Mesh, gather, wholes):
+    whole, want = wholes[name]
+
+    ranked = run_ranks(whole, decide(whole.captured.graph, mesh, zero=True, gather=gather))
+
+    require_equal(ranked, want)
+
+
+@pytest.mark.parametrize("name", ["mlp", "plain", "vision", "tied"])
+@pytest.mark.parametrize("mesh", [mesh_of(), mesh_of(dp=1, tp=1)], ids=["no axis", "axes of size 1"])
+def test_on_one_rank_results_are_equal_bit_for_bit(name: str, mesh: Mesh, wholes):
+    whole, want = wholes[name]
+
+    ranked = run_ranks(whole, decide(whole.captured.graph, mesh))
+
+    assert not ranked.issued[0]
+    for mine, expected in zip(ranked.results[0], want, strict=True):
+        assert (mine is None) == (expected is None)
+        assert mine is None or torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["vision", "tied"])
+def test_what_is_reported_as_emitted_is_what_ranks_issue(name: str, seed: int, wholes):
+    whole, _ = wholes[name]
+    mesh = mesh_of(dp=2, tp=2)
+
+    ranked = run_ranks(whole, drawn(whole.captured.graph, mesh, seed))
+
+    for programs, issued in zip(ranked.programs, ranked.issued, strict=True):
+        assert [(e.op, e.axis, e.bytes) for e in programs.emitted] == [
+            (i.op, mesh.axes[i.axis].name, i.bytes) for i in issued
+        ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_save_the_same(seed: int, wholes):
+    whole, _ = wholes["tied"]
+
+    ranked = run_ranks(whole, drawn(whole.captured.graph, mesh_of(dp=2, tp=2), seed))
+
+    first = ranked.programs[0]
+    for other in ranked.programs[1:]:
+        assert other.emitted == first.emitted
+        assert other.saved == first.saved

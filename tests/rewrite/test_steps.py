@@ -1,0 +1,101 @@
+"""Reshard steps as collectives, on all ranks at once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Partial, Replicate, Shard, is_valid, short
+from autopar.ir.reshard import is_reachable, route
+from autopar.rewrite.marks import Mark
+from autopar.rewrite.steps import Writer
+from tests.support import lockstep
+from tests.support.decide import mesh_of
+from tests.support.whole import part
+
+MESHES = [
+    (mesh_of(tp=2), (8,)),
+    (mesh_of(tp=2), (4, 6)),
+    (mesh_of(dp=2, tp=2), (8, 4)),
+    (mesh_of(dp=2, tp=2), (16,)),
+    (mesh_of(dp=4, tp=2), (16, 8)),
+    (mesh_of(a=2, b=2, c=2), (8, 2, 4)),
+]
+
+
+def layouts(shape: tuple[int, ...], mesh: Mesh) -> list[Layout]:
+    """Return every valid layout, digits of every dimension included."""
+    options = [Replicate(), Partial(), *(Shard(d, o) for d, n in enumerate(shape) for o in (1, 2, 4, 8) if o < n)]
+    return [each for each in itertools.product(options, repeat=len(mesh.axes)) if is_valid(shape, each, mesh.sizes)]
+
+
+def moved(whole: torch.Tensor, before: Layout, after: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """Return what each rank holds after the steps from one layout to the other."""
+    shape = tuple(whole.shape)
+    programs = []
+    for rank in range(mesh.world_size):
+        graph = fx.Graph()
+        writer = Writer(graph, mesh, mesh.coordinate(rank))
+        value = graph.placeholder("x")
+        for step in route(before, after, shape, mesh.sizes):
+            value = writer.step(value, step, shape, Mark("x", "forward"))
+        graph.output((value,))
+        programs.append(fx.GraphModule(nn.Module(), graph))
+    given = [[part(whole, before, mesh, rank)] for rank in range(mesh.world_size)]
+    return [made[0] for made in lockstep.run(programs, given, mesh)]
+
+
+def total(made: list[torch.Tensor], layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Return the sum of the terms that the ranks beside `rank` hold."""
+    at = mesh.coordinate(rank)
+    beside = [
+        other
+        for other in range(mesh.world_size)
+        if all(isinstance(p, Partial) or a == b for p, a, b in zip(layout, at, mesh.coordinate(other), strict=True))
+    ]
+    return torch.stack([made[other] for other in beside]).sum(0)
+
+
+@pytest.mark.parametrize(("mesh", "shape"), MESHES, ids=[f"{mesh} {list(shape)}" for mesh, shape in MESHES])
+def test_every_route_between_layouts_gives_each_rank_its_part(mesh: Mesh, shape: tuple[int, ...]):
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 1
+    found = layouts(shape, mesh)
+    pairs = [(a, b) for a in found for b in found if is_reachable(a, b)]
+    chosen = random.Random(0).sample(pairs, min(len(pairs), 250))
+
+    for before, after in chosen:
+        made = moved(whole, before, after, mesh)
+
+        plain = tuple(Replicate() if isinstance(p, Partial) else p for p in after)
+        for rank in range(mesh.world_size):
+            name = f"{[*map(short, before)]} -> {[*map(short, after)]} on rank {rank}"
+            torch.testing.assert_close(
+                total(made, after, mesh, rank), part(whole, plain, mesh, rank), msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("reduce", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("after", [(Replicate(),), (Shard(0),), (Shard(1),)], ids=["R", "S0", "S1"])
+def test_terms_are_reduced_as_their_placement_says(reduce: str, after: Layout):
+    mesh, shape = mesh_of(tp=2), (4, 6)
+    terms = [torch.randn(shape), torch.randn(shape)]
+    programs = []
+    for rank in range(2):
+        graph = fx.Graph()
+        value = graph.placeholder("x")
+        for step in route((Partial(reduce),), after, shape, (2,)):
+            value = Writer(graph, mesh, (rank,)).step(value, step, shape, Mark("x", "forward"))
+        graph.output((value,))
+        programs.append(fx.GraphModule(nn.Module(), graph))
+
+    made = lockstep.run(programs, [[t] for t in terms], mesh)
+
+    stacked = torch.stack(terms)
+    whole = {"sum": stacked.sum(0), "avg": stacked.mean(0), "max": stacked.amax(0), "min": stacked.amin(0)}[reduce]
+    for rank in range(2):
+        torch.testing.assert_close(made[rank][0], part(whole, after, mesh, rank))

@@ -1,0 +1,108 @@
+"""A captured program on whole tensors, and its rewritten form on all ranks in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import Captured, capture
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Partial
+from autopar.ir.plan import Decisions
+from autopar.rewrite import Programs, rewrite
+from autopar.runtime.placing import own_part
+from tests.support import lockstep
+
+
+@dataclass
+class Whole:
+    """A captured model with values for every placeholder, tangents included."""
+
+    captured: Captured
+    values: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Any, **how: bool) -> Whole:
+        """Return the model's program with its own values, the example's, and random tangents."""
+        captured = capture(model, example, **how)
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+        tensors = captured.call.flatten(args, kwargs)
+        metas = {node.name: node.meta["val"] for node in captured.joint.graph.find_nodes(op="placeholder")}
+        generator = torch.Generator().manual_seed(5)
+        values = {}
+        for each in captured.placeholders:
+            if each.kind in {"parameter", "buffer"}:
+                values[each.name] = held[each.target].detach().clone()
+            elif each.kind == "input":
+                values[each.name] = tensors[each.index]
+            elif each.kind == "constant":
+                values[each.name] = captured.constants[each.name]
+            else:
+                meta = metas[each.name]
+                values[each.name] = torch.randn(meta.shape, generator=generator, dtype=meta.dtype)
+        return cls(captured, values)
+
+    def run(self) -> list[torch.Tensor | None]:
+        """Return the joint program's results, beside `graph.outputs`."""
+        with torch.no_grad():
+            return list(self.captured.joint(*[self.values[each.name] for each in self.captured.placeholders]))
+
+
+@dataclass
+class Ranked:
+    """A rewritten program and what each rank made: results beside `graph.outputs`, and what it issued."""
+
+    programs: list[Programs]
+    results: list[list[torch.Tensor | None]]
+    layouts: list[Layout]
+    issued: list[list[lockstep.Issued]]
+    mesh: Mesh
+
+    def expected(self, rank: int, place: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return what `rank` should hold of a whole result."""
+        return part(whole, self.layouts[place], self.mesh, rank)
+
+
+def part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Return what a rank holds of a value; where terms are held, the first rank of the axis holds all of it."""
+    held = own_part(whole, layout, mesh, rank).contiguous()
+    away = any(isinstance(p, Partial) and at for p, at in zip(layout, mesh.coordinate(rank), strict=True))
+    return torch.zeros_like(held) if away else held
+
+
+def run_ranks(whole: Whole, decisions: Decisions) -> Ranked:
+    """Rewrite for every rank and run forward, then backward, in lockstep."""
+    captured, mesh = whole.captured, decisions.mesh
+    everyone = range(mesh.world_size)
+    programs = [rewrite(captured.joint, captured.graph, decisions, rank) for rank in everyone]
+    first = programs[0]
+    issued: list[list[lockstep.Issued]] = [[] for _ in everyone]
+    given = [[part(whole.values[v.name], v.layout, mesh, rank) for v in first.inputs] for rank in everyone]
+    with torch.no_grad():
+        made = lockstep.run([p.forward for p in programs], given, mesh, issued=issued)
+        saved_from = len(first.outputs) + len(first.mutations)
+        arguments = []
+        for rank in everyone:
+            source = {"input": given[rank], "output": made[rank], "value": made[rank][saved_from:]}
+            saved = [source[each.source][each.index] for each in first.saved]
+            tangents = [part(whole.values[v.name], v.layout, mesh, rank) for v in first.tangents]
+            arguments.append([*saved, *tangents])
+        gradients: list[Any] = [() for _ in everyone]
+        if first.backward is not None:
+            gradients = lockstep.run([p.backward for p in programs], arguments, mesh, issued=issued)
+    results = [_ordered(whole, first, made[rank], gradients[rank]) for rank in everyone]
+    layouts = [v.layout for v in _ordered(whole, first, (*first.outputs, *first.mutations), first.gradients)]
+    return Ranked(programs, results, layouts, issued, mesh)
+
+
+def _ordered(whole: Whole, first: Programs, made: Any, gradients: Any) -> list[Any]:
+    streams = {
+        "output": iter(made[: len(first.outputs)]),
+        "mutation": iter(made[len(first.outputs) :]),
+        "gradient": iter(gradients),
+    }
+    return [next(streams[output.kind]) for output in whole.captured.graph.outputs]
