@@ -22,6 +22,7 @@ from autopar._torch import (
     dynamo_settings,
     pytree,
     storage_key,
+    without_guards,
 )
 from autopar.capture.call import CallSpec, ResultSpec, open_records
 from autopar.capture.errors import value_dependent
@@ -80,7 +81,8 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(_ambient(with_backward))
-        graph = dynamo_capture(program)(*inputs)
+        with without_guards():
+            graph = dynamo_capture(program)(*inputs)
         _require_static(graph, name)
         loose = _restore_names(graph, program, fake)
         result = _plain_outputs(graph)

@@ -20,7 +20,7 @@ from autopar.rewrite.passes import Applied, Pass, run_passes
 from autopar.rewrite.programs import Emitted, Programs, RewriteError, Saved, Value
 from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
 from autopar.rewrite.shapes import propagate
-from autopar.rewrite.simplify import DropIdentities, MergeEqualViews, ViewWhatCanBeViewed
+from autopar.rewrite.simplify import DropIdentities, DropUnreadStatistics, MergeEqualViews, ViewWhatCanBeViewed
 from autopar.rewrite.spmd import Localiser
 
 __all__ = ["Applied", "Emitted", "Programs", "RewriteError", "Saved", "Value", "rewrite"]
@@ -29,6 +29,7 @@ _LOCAL: tuple[Pass, ...] = (
     DropIdentities(),
     ViewWhatCanBeViewed(),
     MergeEqualViews(),
+    DropUnreadStatistics(),
 )
 """On the whole local program."""
 

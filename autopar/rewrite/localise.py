@@ -140,8 +140,8 @@ def _piece(place: _Place) -> Mapping[str, Any]:
 def _groups(data: int, channels: int) -> Edit:
     """Return the edit of a convolution's `groups`: split where both its data and its channels are.
 
-    `data` is the place of its input among the tensors read; `channels` that of the gradient of its output, or -1 for the
-    output itself.
+    `data` is the place of its input among the tensors read; `channels` that of the gradient of its output, or -1 for
+    the output itself.
     """
 
     def edit(place: _Place) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ def mixed(seed: int, salt: int) -> int:
 
 @lru_cache(maxsize=256)
 def seeded(target: str) -> Any:
-    """Return the operator that draws as `target` (`aten.native_dropout.default`) does, with a salt before its arguments.
+    """Return the operator that draws as `target` (`aten.rand.default`) does, with a salt before its arguments.
 
     Raises:
         ValueError: torch has no such operator, or it changes its arguments.
@@ -68,7 +68,8 @@ def seeded(target: str) -> Any:
         )
     name = f"{packet}_{overload}"
     schema = re.sub(r"^[^(]*\(\s*", "", str(original._schema))
-    _LIBRARY.define(f"{name}(int salt, {schema}" if not schema.startswith(")") else f"{name}(int salt{schema}")
+    library: Any = _LIBRARY
+    library.define(f"{name}(int salt, {schema}" if not schema.startswith(")") else f"{name}(int salt{schema}")
 
     def draw(salt: int, *args: Any, **kwargs: Any) -> Any:
         return _drawn(original, salt, args, kwargs)
@@ -76,12 +77,12 @@ def seeded(target: str) -> Any:
     def describe(salt: int, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    _LIBRARY.impl(name, draw, "CompositeExplicitAutograd")
+    library.impl(name, draw, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autopar::{name}", describe, lib=_LIBRARY)
     return getattr(torch.ops.autopar, name).default
 
 
-_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _drawn(original: Any, salt: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -105,5 +105,23 @@ class ViewWhatCanBeViewed:
         return changed
 
 
+@dataclass(frozen=True, slots=True)
+class DropUnreadStatistics:
+    """Leave out the running statistics that the backward of a training BatchNorm is given and does not read.
+
+    They would else be saved, and eager, which updates them in place, saves none.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators changed."""
+        changed = 0
+        for node in gm.graph.find_nodes(op="call_function", target=_ATEN.native_batch_norm_backward.default):
+            trains = len(node.args) > 7 and node.args[7] is True
+            if trains and any(each is not None for each in node.args[3:5]):
+                node.args = (*node.args[:3], None, None, *node.args[5:])
+                changed += 1
+        return changed
+
+
 def _shares_memory(before: torch.Tensor, after: torch.Tensor) -> bool:
     return storage_key(before) == storage_key(after)

@@ -109,10 +109,13 @@ class _Step:
         return self._move(_ATEN.reshape.default, own, list(self.shape_after))
 
     def mask(self, value: fx.Node) -> fx.Node:
-        # The same nodes and strides on every rank, so that passes order all ranks' collectives alike.
+        # The same nodes, names and strides on every rank, so that passes order all ranks' collectives alike.
         first = self.writer.coordinate[self.step.axis] == 0
         whole = self._move(_ATEN.contiguous.default, value)
-        return self._move(_ATEN.alias.default if first else _ATEN.zeros_like.default, whole)
+        target = _ATEN.alias.default if first else _ATEN.zeros_like.default
+        masked = self.writer.graph.create_node("call_function", target, (whole,), name="masked")
+        masked.meta["autopar"] = self.mark_as("move")
+        return masked
 
     def all_reduce(self, value: fx.Node) -> fx.Node:
         value, reduce = self._summand(value)

@@ -119,7 +119,7 @@ class Call:
     ) -> Iterator[Strategy]:
         """Yield the strategies of a rule whose inputs are told by argument name; absent ones are left out.
 
-        An argument that is a list of tensors has the same dimensions in each. Outputs that are no tensors are left out too.
+        An argument that is a list of tensors has the same dimensions in each. Outputs that are no tensors stay `None`.
         """
         dims: list[Dims] = [()] * len(self.metas)
         for name, each in inputs.items():

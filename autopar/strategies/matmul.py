@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from autopar.ir.rule import Dims, Rule
 from autopar.ir.strategy import Strategy
@@ -36,7 +36,7 @@ def _baddbmm(call: Call) -> Iterator[Strategy]:
     return _added(call, "self", "bmm", "bmk bkn -> bmn")
 
 
-RULES = {
+RULES: Mapping[str, Callable[[Call], Iterable[Strategy]] | Rule] = {
     "aten.mm.default": Rule.parse("mk kn -> mn"),
     "aten.bmm.default": Rule.parse("bmk bkn -> bmn"),
     "aten.mv.default": Rule.parse("mk k -> m"),

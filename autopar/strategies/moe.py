@@ -41,7 +41,7 @@ def _backward(call: Call) -> Iterator[Strategy]:
 
 
 def _native(call: Call) -> Iterator[Strategy]:
-    """Yield those of torch's grouped product: tokens by experts, or the gradient of the experts (both of two dimensions)."""
+    """Yield those of torch's grouped product: tokens by experts, or tokens by tokens (the gradient of the experts)."""
     ranks = tuple(len(meta.shape) for meta in call.metas)
     if ranks == (2, 3, 1):
         return _forward(call)

@@ -17,7 +17,7 @@ from autopar.strategies.softmax import sum_dtype
 
 
 def _normed(call: Call) -> tuple[Dims, Dims, Dims, frozenset[str]]:
-    """Return the dimensions of the data, of the statistics (those reduced being 1) and of the weight; those kept whole."""
+    """Return the dimensions of data, statistics (1 where reduced) and weight, and the factors kept whole."""
     rank = len(call.shape("input"))
     last = len(call.arg("normalized_shape"))
     names = letters(rank)

@@ -40,7 +40,11 @@ def _representatives(graph: Graph) -> int:
     return len(graph.ops) - len(graph.fold)
 
 
-@pytest.mark.parametrize("name", DEPTHS)
+QUICK = {"llama", "t5"}
+EVERY = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in DEPTHS]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_number_of_representatives_does_not_grow_with_depth(name: str):
     shallow, deep = _hf(name, 4), _hf(name, 8)
 
@@ -54,7 +58,7 @@ def test_number_of_representatives_of_the_zoo_does_not_grow_with_depth(name: str
     assert _representatives(_zoo(name, 8)) == _representatives(_zoo(name, 4))
 
 
-@pytest.mark.parametrize("name", DEPTHS)
+@pytest.mark.parametrize("name", EVERY)
 def test_folded_operators_are_the_same_and_read_what_corresponds(name: str):
     graph = _hf(name, 4)
 
@@ -196,11 +200,9 @@ class Tables(nn.Module):
 
 def test_layers_that_read_different_tables_stay_apart():
     graph = capture(Tables(), (torch.zeros(4, 8),)).graph
-    position = {
-        op.name: int(op.target.split(".")[1]) for op in graph.ops if op.kind == "parameter" and "layers" in op.target
-    }
+    reads = {op.name: op.module for op in graph.ops if op.target == "aten.mul.Tensor" and op.phase == "forward"}
 
-    pairs = {(position[a], position[b]) for a, b in graph.fold.items() if a in position}
+    pairs = {(int(reads[a].split(".")[1]), int(reads[b].split(".")[1])) for a, b in graph.fold.items() if a in reads}
 
     assert pairs
     assert all(folded % 2 == standing % 2 for folded, standing in pairs)

@@ -15,9 +15,9 @@ TINY = ["mlp", *(name for name in zoo.ZOO if name.endswith("-tiny"))]
 PUBLISHED = {
     "gpt2": 0.124, "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "gpt3-1.3b": 1.3, "gpt3-6.7b": 6.7,
     "gpt3-13b": 13.0, "gpt3-175b": 175.0, "llama2-7b": 6.74, "llama2-13b": 13.02, "llama2-70b": 68.98,
-    "llama3-1b": 1.236, "llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85, "mixtral-8x7b": 46.70, "mixtral-8x22b": 140.6,
-    "bert-base": 0.110, "bert-large": 0.336, "t5-small": 0.0605, "t5-base": 0.223, "t5-large": 0.738, "vit-b": 0.0866,
-    "vit-l": 0.304, "vit-h": 0.632, "resnet18": 0.0117, "resnet50": 0.0256,
+    "llama3-1b": 1.236, "llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85, "mixtral-8x7b": 46.70,
+    "mixtral-8x22b": 140.6, "bert-base": 0.110, "bert-large": 0.336, "t5-small": 0.0605, "t5-base": 0.223,
+    "t5-large": 0.738, "vit-b": 0.0866, "vit-l": 0.304, "vit-h": 0.632, "resnet18": 0.0117, "resnet50": 0.0256,
 }  # fmt: skip
 
 

@@ -28,14 +28,14 @@ def require_equal(ranked: Ranked, whole: list[torch.Tensor | None]) -> None:
                 torch.testing.assert_close(mine, ranked.expected(rank, place, want), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["mlp", "plain", "vision", "tied"])
 def test_random_decisions_give_the_whole_programs_results(name: str, mesh: Mesh, seed: int, wholes):
     whole, want = wholes[name]
     gather = "per_phase" if seed % 2 else "once"
 
-    ranked = run_ranks(whole, drawn(whole.captured.graph, mesh, seed, gather=gather, greedy=seed >= 2))
+    ranked = run_ranks(whole, drawn(whole.captured.graph, mesh, seed, gather=gather, greedy=seed == 2))
 
     require_equal(ranked, want)
 

@@ -42,10 +42,46 @@ def c(target: str, *args: Any, shapes_only: bool = False, **kwargs: Any) -> Case
 
 def unary() -> Iterator[Case]:
     """Yield operators on the elements of one tensor."""
-    any_number = """abs neg exp sin cos tanh sigmoid relu silu gelu mish hardswish hardsigmoid hardtanh elu celu softplus
-        leaky_relu sgn sign floor ceil round trunc erf square clone detach alias isnan isinf nan_to_num
-        lift_fresh_copy hardshrink softshrink relu6 log_sigmoid_forward""".split()
-    positive = "log log1p log2 sqrt rsqrt reciprocal".split()
+    any_number = (
+        "abs",
+        "neg",
+        "exp",
+        "sin",
+        "cos",
+        "tanh",
+        "sigmoid",
+        "relu",
+        "silu",
+        "gelu",
+        "mish",
+        "hardswish",
+        "hardsigmoid",
+        "hardtanh",
+        "elu",
+        "celu",
+        "softplus",
+        "leaky_relu",
+        "sgn",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "erf",
+        "square",
+        "clone",
+        "detach",
+        "alias",
+        "isnan",
+        "isinf",
+        "nan_to_num",
+        "lift_fresh_copy",
+        "hardshrink",
+        "softshrink",
+        "relu6",
+        "log_sigmoid_forward",
+    )
+    positive = ("log", "log1p", "log2", "sqrt", "rsqrt", "reciprocal")
     for name in any_number:
         yield c(f"{name}.default", f(4, 6))
     for name in positive:
@@ -122,9 +158,9 @@ def binary() -> Iterator[Case]:
 
 def backward_of_elements() -> Iterator[Case]:
     """Yield gradients of operators on elements."""
-    for name in "tanh sigmoid".split():
+    for name in ("tanh", "sigmoid"):
         yield c(f"{name}_backward.default", f(4, 6), p(4, 6))
-    for name in "silu gelu hardswish hardsigmoid mish".split():
+    for name in ("silu", "gelu", "hardswish", "hardsigmoid", "mish"):
         yield c(f"{name}_backward.default", f(4, 6), f(4, 6))
     yield c("gelu_backward.default", f(4, 6), f(4, 6), approximate="tanh")
     yield c("threshold_backward.default", f(4, 6), f(4, 6), 0)
@@ -244,7 +280,7 @@ def slices() -> Iterator[Case]:
 
 def factories() -> Iterator[Case]:
     """Yield what is made out of nothing."""
-    kinds = {"dtype": torch.float64, "device": torch.device("cpu"), "pin_memory": False}
+    kinds: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu"), "pin_memory": False}
     yield c("full.default", [4, 6], 0.25, **kinds)
     yield c("full.default", [], 0.25, **kinds)
     yield c("zeros.default", [4, 6], **kinds)
@@ -477,13 +513,13 @@ def norms() -> Iterator[Case]:
     x, w, bias = f(4, 2, 6), f(6), f(6)
     yield c("native_layer_norm.default", x, [6], w, bias, 1e-5)
     yield c("native_layer_norm.default", x, [2, 6], None, None, 1e-5)
-    out, mean, rstd = aten.native_layer_norm(x, [6], w, bias, 1e-5)
+    _, mean, rstd = aten.native_layer_norm(x, [6], w, bias, 1e-5)
     yield c("native_layer_norm_backward.default", f(4, 2, 6), x, [6], mean, rstd, w, bias, [True, True, True])
     yield c("native_layer_norm_backward.default", f(4, 2, 6), x, [6], mean, rstd, w, None, [True, True, False])
     yield c("_fused_rms_norm.default", x, [6], w, 1e-5)
     x, w, bias = f(4, 8, 2, 2), f(8), f(8)
     yield c("native_group_norm.default", x, w, bias, 4, 8, 4, 4, 1e-5)
-    out, mean, rstd = aten.native_group_norm(x, w, bias, 4, 8, 4, 4, 1e-5)
+    _, mean, rstd = aten.native_group_norm(x, w, bias, 4, 8, 4, 4, 1e-5)
     yield c("native_group_norm_backward.default", f(4, 8, 2, 2), x, mean, rstd, w, 4, 8, 4, 4, [True, True, True])
     for training in (True, False):
         yield c("_native_batch_norm_legit_functional.default", x, w, bias, f(8), p(8), training, 0.1, 1e-5)

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -136,7 +136,10 @@ def terms(value: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Return tensors that add up to `value`."""
     generator = torch.Generator().manual_seed(value.numel() + count)
     if value.is_floating_point() or value.is_complex():
-        rest = [torch.randn(value.shape, dtype=value.dtype, generator=generator) for _ in range(count - 1)]
+        # Terms as large as what they add up to: larger ones would cancel, and hide it by their rounding.
+        size = value.abs()
+        size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
+        rest = [size * torch.randn(value.shape, dtype=value.dtype, generator=generator) for _ in range(count - 1)]
     else:
         rest = [torch.randint(-3, 3, value.shape, generator=generator).to(value.dtype) for _ in range(count - 1)]
     return [*rest, value - sum(rest)]
@@ -144,7 +147,7 @@ def terms(value: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 def distribute(value: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     """Return each rank's local tensor of a whole value in a layout."""
-    held = {(): value}
+    held: dict[tuple[int, ...], torch.Tensor] = {(): value}
     for placement, size in zip(layout, mesh.sizes, strict=True):
         held = {
             (*at, i): each
@@ -216,7 +219,7 @@ def _same(made: Sequence[torch.Tensor], whole: torch.Tensor, layout: Layout, mes
             narrow = wanted.dtype == torch.float32 or any(t.dtype == torch.float32 for t in case.tensors)
             near = 1e-5 if narrow else 1e-9
             # Terms cancel: what they leave is as exact as the largest of them.
-            most = whole.abs().nan_to_num(0, 0, 0).max().item() if narrow and whole.numel() else 1.0
+            most = whole.double().abs().nan_to_num(0, 0, 0).max().item() if narrow and whole.numel() else 1.0
             torch.testing.assert_close(value, wanted, rtol=near, atol=near * max(most, 1.0), equal_nan=True)
 
 
@@ -224,15 +227,15 @@ def _joined(
     held: dict[tuple[int, ...], torch.Tensor], at: tuple[int, ...], axis: int, size: int, reduce: str
 ) -> torch.Tensor:
     along = torch.stack([held[(*at[:axis], i, *at[axis + 1 :])] for i in range(size)])
-    join: Callable[..., torch.Tensor] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[reduce]
-    return join(along, 0).to(along.dtype)
+    joined = {"sum": along.sum, "max": along.amax, "min": along.amin}[reduce](0)
+    return joined.to(along.dtype)
 
 
 def sample(case: Case, sizes: tuple[int, ...], count: int, seed: int) -> list[MeshStrategy]:
     """Return up to `count` strategies on a mesh, at random but always the same ones."""
     options = [case.strategies(size) for size in sizes]
     total = math.prod(map(len, options))
-    chosen = random.Random(f"{case.id(seed)}").sample(range(total), min(total, 4 * count))  # noqa: S311
+    chosen = random.Random(f"{case.id(seed)}").sample(range(total), min(total, 4 * count))
     found = []
     for number in chosen:
         picked = []
@@ -249,7 +252,7 @@ def _meta(value: torch.Tensor) -> TensorMeta:
     return TensorMeta(tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def _arg(value: Any, names: Any) -> Arg:
+def _arg(value: Any, names: Iterator[Ref]) -> Arg:
     if isinstance(value, torch.Tensor):
         return next(names)
     if isinstance(value, tuple | list):
@@ -259,7 +262,8 @@ def _arg(value: Any, names: Any) -> Arg:
             return Const(name, str(value).removeprefix("torch."))
     if isinstance(value, torch.memory_format):
         return Const("memory_format", str(value).removeprefix("torch."))
-    return value
+    literal: int | float | bool | str | None = value
+    return literal
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:

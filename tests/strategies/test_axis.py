@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,11 +19,13 @@ from autopar.ir.tensor import TensorMeta
 from autopar.strategies import axis_strategies
 from tests.strategies.calls import c, f
 
+_register: Any = register_sharding
+
 
 @pytest.fixture(scope="module")
 def library() -> torch.library.Library:
     """Return operators that only this module knows."""
-    made = torch.library.Library("only_here", "DEF")
+    made: Any = torch.library.Library("only_here", "DEF")  # type: ignore[no-untyped-call]
     made.define("twice(Tensor x, int times) -> Tensor")
     made.define("odd(Tensor x) -> Tensor")
     for name in ("twice", "odd"):
@@ -55,7 +59,7 @@ def test_operator_that_torch_lacks_is_unknown() -> None:
 
 
 def test_rule_of_the_user_is_taken(library: torch.library.Library) -> None:
-    @register_sharding(torch.ops.only_here.twice.default)
+    @_register(torch.ops.only_here.twice.default)
     def _rule(x: object, times: int) -> list[tuple[list[object], list[object]]]:
         return [([Whole()], [Whole(), None]), ([Split(1)], [Split(1), None])]
 
@@ -71,7 +75,7 @@ def test_rule_of_the_user_comes_before_our_own() -> None:
     before = tables.get(target)
     try:
 
-        @register_sharding(target)
+        @_register(target)
         def _rule(a: object, b: object) -> list[tuple[list[object], list[object]]]:
             return [([Split(0)], [Split(0), Whole()])]
 
@@ -85,7 +89,7 @@ def test_rule_of_the_user_comes_before_our_own() -> None:
 
 
 def test_rule_of_the_user_that_does_not_fit_is_refused(library: torch.library.Library) -> None:
-    @register_sharding(torch.ops.only_here.twice.default)
+    @_register(torch.ops.only_here.twice.default)
     def _rule(x: object, times: int) -> list[tuple[list[object], list[object]]]:
         return [([Whole()], [None, None])]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ def _rank(program: fx.GraphModule | fx.Graph, inputs: Sequence[Any]) -> Rank:
         elif node.op == "get_attr":
             env[node] = operator.attrgetter(node.target)(program)
         elif node.op == "output":
-            return fx.map_arg(node.args[0], lambda n: _ready(env[n], n, node))
+            return _values(node.args[0], env, node)
         else:
             env[node] = yield from _call(node, env)
         for dead in last_use.get(node, ()):
@@ -126,27 +126,32 @@ def _rank(program: fx.GraphModule | fx.Graph, inputs: Sequence[Any]) -> Rank:
     return None
 
 
-def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> Generator[_Meeting, Any, Any]:
-    name = _functional_name(node.target)
+def _call(node: fx.Node, env: Mapping[Any, Any]) -> Generator[_Meeting, Any, Any]:
+    target: Any = node.target
+    name = _functional_name(target)
     if name == "wait_tensor":
         pending = env[node.args[0]]
         return pending.value if isinstance(pending, _Pending) else pending
-    if node.target is operator.getitem:
+    if target is operator.getitem:
         return env[node.args[0]][node.args[1]]
-    args = fx.map_arg(node.args, lambda n: _ready(env[n], n, node))
-    kwargs = fx.map_arg(node.kwargs, lambda n: _ready(env[n], n, node))
+    args, kwargs = _values(node.args, env, node), _values(node.kwargs, env, node)
     if name:
-        arguments = [argument.name for argument in node.target._schema.arguments]
+        arguments = [argument.name for argument in target._schema.arguments]
         group = dict(zip(arguments, args, strict=False), **kwargs)["group_name"]
         return (yield _Meeting(name, group, tuple(args), node.name))
-    target: Callable[..., Any] = node.target if node.op == "call_function" else getattr(args[0], node.target)
-    return target(*(args if node.op == "call_function" else args[1:]), **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return target(*args, **kwargs)
 
 
 def _functional_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES:
         return str(target._schema.name.split("::")[1])
     return ""
+
+
+def _values(arg: Any, env: Mapping[fx.Node, Any], read_by: fx.Node) -> Any:
+    return fx.map_arg(arg, lambda made_by: _ready(env[made_by], made_by, read_by))
 
 
 def _ready(value: Any, made_by: fx.Node, read_by: fx.Node) -> Any:
@@ -230,13 +235,13 @@ def _one(kind: str, data: Sequence[torch.Tensor], args: Sequence[tuple[Any, ...]
             return [total.clone() for _ in data]
         case "all_gather_into_tensor" | "all_gather_into_tensor_out":
             _check_size(args[0][1], size)
-            whole = torch.cat([each.reshape(-1, *each.shape[1:]) for each in data])
+            whole = torch.cat([each.contiguous() for each in data])
             return [whole.clone() for _ in data]
         case "reduce_scatter_tensor":
             _check_size(args[0][2], size)
             return [part.clone() for part in _reduced(data, args[0][1]).chunk(size)]
         case "all_to_all_single":
-            pieces = [each.split(list(given[2])) for each, given in zip(data, args, strict=True)]
+            pieces = [torch.split(each, list(given[2])) for each, given in zip(data, args, strict=True)]
             results = [torch.cat([pieces[source][rank] for source in range(size)]) for rank in range(size)]
             for rank, (result, given) in enumerate(zip(results, args, strict=True)):
                 if result.shape[0] != sum(given[1]):

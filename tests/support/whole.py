@@ -12,6 +12,7 @@ from autopar.capture import Captured, capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial
 from autopar.ir.plan import Decisions
+from autopar.ir.squeeze import squeeze
 from autopar.rewrite import Programs, rewrite
 from autopar.runtime.placing import own_part
 from tests.support import lockstep
@@ -76,7 +77,7 @@ def part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Te
 
 def run_ranks(whole: Whole, decisions: Decisions) -> Ranked:
     """Rewrite for every rank and run forward, then backward, in lockstep."""
-    captured, mesh = whole.captured, decisions.mesh
+    captured, mesh = whole.captured, squeeze(decisions).mesh
     everyone = range(mesh.world_size)
     programs = [rewrite(captured.joint, captured.graph, decisions, rank) for rank in everyone]
     first = programs[0]

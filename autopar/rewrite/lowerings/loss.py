@@ -17,7 +17,7 @@ _NO_CLASS = -100
 
 
 def scaled(site: Site) -> fx.Node:
-    """Emit the operator on this rank's part, divided by the number of parts: a mean of means of equal parts is the mean."""
+    """Emit the operator on this rank's part, divided by the number of parts: the mean is that of the parts' means."""
     space, packet, overload = site.op.target.split(".")
     target = getattr(getattr(getattr(torch.ops, space), packet), overload)
     parts = math.prod(site.mesh.sizes[axis] for axis in site.axes("scale"))

@@ -16,7 +16,6 @@ from autopar.ir.placement import Replicate, Shard
 from autopar.rewrite.lowerings.places import aten, count_before, digits, own_part, widened
 from autopar.rewrite.site import Site
 
-
 _TO_THE_END = (1 << 63) - 1
 
 
@@ -35,7 +34,7 @@ class _Mine:
     """The tokens of this rank's experts, moved to the front and back."""
 
     def __init__(self, site: Site, ends: fx.Node, tokens: int, experts: tuple[int, int]) -> None:
-        """`experts` is the input and dimension that tell how experts are split, `tokens` how many tokens this rank has."""
+        """`experts`: the input and dimension that tell how experts are split; `tokens`: how many this rank has."""
         self.site = site
         layout, (index, dim) = site.strategy.inputs[experts[0]], experts
         count = site.metas[index].shape[dim]

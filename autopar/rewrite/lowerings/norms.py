@@ -23,7 +23,7 @@ def _spread(site: Site, value: fx.Node, rank: int) -> fx.Node:
 
 
 def batch_norm(site: Site) -> tuple[fx.Node, ...]:
-    """Emit batch norm in training; returns what the operator does: output, mean, inverse deviation, running statistics."""
+    """Emit batch norm in training; return output, mean, inverse deviation and any running statistics."""
     data, weight, bias, *rest = site.args
     running = rest[:2] if len(site.op.outputs) == 5 else []
     momentum, eps = rest[-2:]

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """The part of a dimension that one axis leaves to this rank: block `at` of `ranks`, in each run of `block * ranks`."""
+    """What one axis leaves to this rank of a dimension: block `at` of `ranks`, in each run of `block * ranks`."""
 
     axis: int
     outer: int
@@ -55,7 +55,7 @@ def locate(site: Site, index: fx.Node, held: list[Digit]) -> tuple[fx.Node | Non
 
 
 def count_before(site: Site, end: fx.Node, held: list[Digit]) -> fx.Node:
-    """Return how many of this rank's places lie before the global place `end` (which may be the end of the dimension)."""
+    """Return how many of this rank's places lie before the global place `end`, at most the end of the dimension."""
     for digit in held:
         run = digit.block * digit.ranks
         whole = site.call(aten.mul.Scalar, floor(site, end, run), digit.block)

@@ -1,0 +1,213 @@
+"""Each pass on the smallest graphs that show what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autopar.rewrite.marks import C10D, WAIT, Mark, Role
+from autopar.rewrite.passes import run_passes
+from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
+from autopar.rewrite.simplify import DropIdentities, MergeEqualViews, ViewWhatCanBeViewed
+
+ATEN = torch.ops.aten
+
+
+class Draft:
+    """A graph written node by node, each with its value and mark."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def start(self, name: str, *shape: int) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(shape)
+        return node
+
+    def op(self, target, *args, role: Role = "operator", name: str | None = None, parameter: bool = False) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, name=name)
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        moved = {C10D.all_reduce.default, WAIT}
+        gather = target is C10D.all_gather_into_tensor.default
+        value = torch.cat([values[0]] * 2) if gather else values[0].clone() if target in moved else target(*values)
+        node.meta.update(val=value, autopar=Mark(node.name, "forward", role, "", parameter))
+        return node
+
+    def gather(self, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+        started = self.op(C10D.all_gather_into_tensor.default, value, 2, "dp", role="start", parameter=True)
+        return started, self.op(WAIT, started, role="wait", parameter=True)
+
+    def reduce(self, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+        started = self.op(C10D.all_reduce.default, value, "sum", "dp", role="start")
+        return started, self.op(WAIT, started, role="wait")
+
+    def done(self, *results: fx.Node) -> fx.GraphModule:
+        self.graph.output(results)
+        return fx.GraphModule(nn.Module(), self.graph)
+
+
+def order(gm: fx.GraphModule) -> list[str]:
+    return [node.name for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def test_a_wait_moves_to_its_first_use():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    _, wait = draft.reduce(x)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    two = draft.op(ATEN.mm.default, one, wait, name="two")
+    gm = draft.done(two)
+
+    assert SinkWaits()(gm) == 1
+    assert order(gm) == ["all_reduce_default", "one", "wait_tensor_default", "two"]
+
+
+def test_a_wait_that_several_read_moves_to_the_first_of_them():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    _, wait = draft.reduce(x)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    two = draft.op(ATEN.mm.default, one, wait, name="two")
+    three = draft.op(ATEN.mm.default, two, wait, name="three")
+    gm = draft.done(three)
+
+    SinkWaits()(gm)
+
+    assert order(gm).index("wait_tensor_default") == order(gm).index("two") - 1
+
+
+def test_a_wait_that_nobody_reads_stays():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    draft.reduce(x)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    gm = draft.done(one)
+    before = order(gm)
+
+    assert SinkWaits()(gm) == 0
+    assert order(gm) == before
+
+
+@pytest.mark.parametrize("each", [SinkWaits(), IssueEarly(), PrefetchGathers(1 << 20)], ids=repr)
+def test_scheduling_twice_changes_nothing_more(each):
+    draft = Draft()
+    x, w = draft.start("x", 2, 2), draft.start("w", 1, 2)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    _, gathered = draft.gather(w)
+    two = draft.op(ATEN.mm.default, x, gathered, name="two")
+    _, wait = draft.reduce(one)
+    _, later = draft.gather(w)
+    gm = draft.done(draft.op(ATEN.add.Tensor, two, wait), draft.op(ATEN.mm.default, two, later))
+    run_passes(gm, (each,))
+
+    assert run_passes(gm, (each,))[0].changes == 0
+
+
+def test_a_reduction_is_issued_behind_what_it_reduces():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    two = draft.op(ATEN.mm.default, one, x, name="two")
+    _, wait = draft.reduce(one)
+    gm = draft.done(wait, two)
+
+    run_passes(gm, (IssueEarly(), SinkWaits()))
+
+    assert order(gm) == ["one", "all_reduce_default", "two", "wait_tensor_default"]
+
+
+def layers(count: int) -> fx.GraphModule:
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    weights = [draft.start(f"w{i}", 1, 2) for i in range(count)]
+    for i, weight in enumerate(weights):
+        _, gathered = draft.gather(weight)
+        x = draft.op(ATEN.mm.default, x, gathered, name=f"use{i}")
+    return draft.done(x)
+
+
+def test_a_gather_is_issued_before_the_use_of_the_one_before():
+    gm = layers(3)
+
+    run_passes(gm, (PrefetchGathers(ahead_bytes=0),))
+
+    found = [name.replace("all_gather_into_tensor_default", "gather") for name in order(gm) if "wait" not in name]
+    assert found == ["gather", "gather_1", "use0", "gather_2", "use1", "use2"]
+
+
+def test_gathers_run_ahead_as_far_as_their_bytes_allow():
+    one = layers(2).graph.find_nodes(op="call_function", target=WAIT)[0].meta["val"].nbytes
+
+    def ahead(budget: int) -> int:
+        gm = layers(6)
+        run_passes(gm, (PrefetchGathers(budget),))
+        names = order(gm)
+        return sum("gather" in name for name in names[: names.index("use0")])
+
+    assert [ahead(budget * one) for budget in (0, 2, 3, 4, 9)] == [2, 2, 3, 4, 6]
+
+
+def test_detach_of_a_tensor_is_the_tensor():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    one = draft.op(ATEN.detach.default, x)
+    gm = draft.done(draft.op(ATEN.mm.default, one, one, name="mm"))
+
+    assert DropIdentities()(gm) == 1
+    assert order(gm) == ["mm"]
+
+
+def test_a_result_keeps_its_last_operator():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    gm = draft.done(draft.op(ATEN.detach.default, x))
+
+    assert DropIdentities()(gm) == 0
+
+
+def test_a_masked_value_keeps_its_alias_since_other_ranks_have_zeros():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    alias = draft.op(ATEN.alias.default, x, role="move")
+    alias.meta["autopar"] = Mark("other", "forward", "move")
+    gm = draft.done(draft.op(ATEN.mm.default, alias, x))
+
+    assert DropIdentities()(gm) == 0
+
+
+def test_transposing_twice_is_not_transposing():
+    draft = Draft()
+    x = draft.start("x", 2, 3)
+    gm = draft.done(draft.op(ATEN.mm.default, x, draft.op(ATEN.t.default, x), name="mm"))
+    second = Draft()
+    y = second.start("y", 2, 3)
+    back = second.op(ATEN.t.default, second.op(ATEN.t.default, y))
+    gm2 = second.done(second.op(ATEN.mm.default, back, second.start("z", 3, 2), name="mm"))
+
+    assert DropIdentities()(gm) == 0
+    assert DropIdentities()(gm2) == 1
+    assert gm2.graph.find_nodes(op="call_function", target=ATEN.mm.default)[0].args[0].name == "y"
+
+
+def test_equal_views_become_one_and_different_ones_stay():
+    draft = Draft()
+    x = draft.start("x", 2, 4)
+    views = [draft.op(ATEN.view.default, x, shape) for shape in ([8], [8], [4, 2])]
+    gm = draft.done(*(draft.op(ATEN.neg.default, view) for view in views))
+
+    assert MergeEqualViews()(gm) == 1
+    assert len(gm.graph.find_nodes(op="call_function", target=ATEN.view.default)) == 2
+
+
+@pytest.mark.parametrize(("transposed", "target"), [(False, ATEN.view.default), (True, ATEN.reshape.default)])
+def test_a_reshape_becomes_a_view_only_where_strides_allow(transposed: bool, target):
+    draft = Draft()
+    x = draft.start("x", 2, 4)
+    source = draft.op(ATEN.t.default, x) if transposed else x
+    reshaped = draft.op(ATEN.reshape.default, source, [8])
+    gm = draft.done(reshaped)
+
+    ViewWhatCanBeViewed()(gm)
+
+    assert reshaped.target is target
