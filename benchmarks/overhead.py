@@ -3,9 +3,10 @@
     python -m benchmarks.overhead --models mlp gpt resnet llama
 
 Two copies of a model with equal values train side by side in one process, a step of one, a step of the other (which
-comes first alternates), forward, backward and AdamW. Kept are the median of the paired ratios of their seconds, and
-of each the most bytes that torch's CPU allocator held in forward and backward beyond what it held before (torch.profiler's
-memory events, in a step apart from the timed ones). One line of JSON a model, on stdout and in benchmarks/results/overhead.jsonl.
+comes first alternates): forward, backward and AdamW. Kept are the median of the paired ratios of their seconds, and of
+each the most bytes that torch's CPU allocator held in forward and backward beyond what it held before (the memory
+events of torch.profiler, in a step apart from the timed ones). One line of JSON a model, on stdout and in
+benchmarks/results/overhead.jsonl.
 """
 
 from __future__ import annotations

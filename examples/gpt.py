@@ -14,7 +14,7 @@ import time
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 import autopar
 
@@ -105,7 +105,7 @@ def main():
     say(f"predicted {predicted * 1e3:.1f} ms a step, measured {measured * 1e3:.1f} ms")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if cores < ranks:
-        say(f"the prediction is for a core a rank, and here {ranks} ranks share {cores} cores: expect {ranks / cores:.1f} times")
+        say(f"predicted for a core a rank; here {ranks} ranks share {cores}: expect {ranks / cores:.1f} times that")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

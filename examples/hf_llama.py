@@ -39,7 +39,8 @@ def main():
     model = LlamaForCausalLM(CONFIG)
     loader = DataLoader(tokens(), batch_size=8)
 
-    model = autopar.compile(model, f"cpu:{os.environ.get('WORLD_SIZE', '1')}")  # the one line
+    # the one line
+    model = autopar.compile(model, f"cpu:{os.environ.get('WORLD_SIZE', '1')}", example_inputs=next(iter(loader)))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model.train()

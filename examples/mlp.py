@@ -11,7 +11,7 @@ import os
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 import autopar
 
@@ -54,7 +54,7 @@ def main():
     sharded, whole = train(model, batch), train(alone, batch)
     if os.environ.get("RANK", "0") == "0":
         print(f"{'step':>4}  {f'{ranks} rank(s)':>10}  {'one device':>10}")
-        for step, (one, other) in enumerate(zip(sharded, whole)):
+        for step, (one, other) in enumerate(zip(sharded, whole, strict=True)):
             print(f"{step:4}  {one:10.6f}  {other:10.6f}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -10,7 +10,7 @@ import os
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 import autopar
 

@@ -46,7 +46,8 @@ class Captured:
 def capture(model: nn.Module, example_inputs: object, *, training: bool = True, with_backward: bool = True) -> Captured:
     """Return the program of `model` for calls like the example (a tuple of arguments, or a dict of keyword arguments).
 
-    Every differentiable output gets a tangent, every trained parameter a gradient. Modules that differ from the
+    Every differentiable output gets a tangent (where the model returns a scalar loss, scalars alone do), every trained
+    parameter a gradient. Modules that differ from the
     model's own mode (frozen BatchNorm) keep theirs if `training` is the mode that the model is in already.
 
     Raises:

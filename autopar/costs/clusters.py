@@ -75,11 +75,15 @@ def _sources(graph: Graph) -> dict[str, tuple[str, ...]]:
 def _leader(
     op: Op, sources: Mapping[str, tuple[str, ...]], clusters: list[Cluster], home: dict[str, int]
 ) -> int | None:
-    """Return the one cluster with a choice that the operator reads, if there is just one."""
+    """Return the one cluster with a choice that the operator reads, or the one without if it reads no other."""
     names = sources.get(op.name, ()) if op.kind == "call" else ()
     if not names or any(name not in home for name in names):
         return None
-    open_ = {home[name] for name in names if len(clusters[home[name]].options) > 1}
+    read = {home[name] for name in names}
+    open_ = {place for place in read if len(clusters[place].options) > 1}
+    if not open_ and len(read) == 1:
+        # A parameter whose place is given has one option, and its views still go with it.
+        return read.pop()
     return open_.pop() if len(open_) == 1 else None
 
 

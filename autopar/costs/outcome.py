@@ -104,20 +104,22 @@ class Outcome:
         )
 
     def _parameters(self) -> Iterator[tuple[str, ParameterDecision]]:
+        gathered = self._gathered()
         for op in self.graph.ops:
             if op.kind not in {"parameter", "buffer"}:
                 continue
             rep = self.graph.representative(op.name)
             layout = self.layout(rep)
             gather: Gather = "none"
-            if any(isinstance(p, Shard) for p in layout) and self._is_gathered(rep):
+            if any(isinstance(p, Shard) for p in layout) and rep in gathered:
                 gather = "once" if self.keeps_gather(rep) else "per_phase"
             for name in self.graph.aliases.get(op.target, (op.target,)):
                 yield name, ParameterDecision(placements=layout, gather=gather)
 
-    def _is_gathered(self, rep: str) -> bool:
-        members = set(self.pricing.clusters[self.pricing.home[rep]].members)
-        return any(m.tensor_rep in members and m.message.op == "all_gather" for m in self.messages())
+    def _gathered(self) -> frozenset[str]:
+        """Return the representatives of the parameters that are made whole for use, viewed and cast or not."""
+        roots = roots_of(self.graph)
+        return frozenset(roots[m.tensor_rep] for m in self.messages() if m.tensor_rep in roots)
 
     def messages(self) -> tuple[Issued, ...]:
         """Return every collective of one step, instance by instance, as the rewriter will issue them."""
@@ -229,6 +231,16 @@ class Issued:
     overlapped: bool
 
 
+def roots_of(graph: Graph) -> dict[str, str]:
+    """Return, for each operator that only views or casts a parameter, the representative of that parameter."""
+    starts = parameter_like(graph)
+    roots: dict[str, str] = {}
+    for op in graph.ops:
+        if op.name in starts:
+            roots[op.name] = roots[op.refs[0].op] if op.refs else graph.representative(op.name)
+    return roots
+
+
 def _label(op: Op) -> str:
     if op.kind in {"parameter", "buffer", "input", "tangent"}:
         return op.target
@@ -238,16 +250,15 @@ def _label(op: Op) -> str:
 def _issued(outcome: Outcome) -> Iterator[Issued]:
     graph, links = outcome.graph, outcome.links
     starts, ends = parameter_like(graph), gradient_like(graph)
-    roots: dict[str, str] = {}
+    roots = roots_of(graph)
     done: set[tuple[str, int, Layout, str]] = set()
     for op in graph.ops:
         rep = graph.representative(op.name)
         strategy = outcome.strategy(rep)
-        roots[op.name] = roots[op.refs[0].op] if op.name in starts and op.refs else op.name
         for ref, need in zip(op.refs, strategy.inputs, strict=True):
             source = graph.representative(ref.op)
             have = outcome.layout(source, ref.index)
-            apart = ref.op in starts and not outcome.keeps_gather(graph.representative(roots[ref.op]))
+            apart = ref.op in starts and not outcome.keeps_gather(roots[ref.op])
             key = (ref.op, ref.index, need, op.phase if apart else "")
             if have == need or key in done:
                 continue

@@ -44,6 +44,7 @@ def partition(gm: fx.GraphModule, graph: Graph) -> Cut:
     early = _ancestors(gm.graph, [node for node in visible if node is not None])
     forward = {node for node in needed if node in early or _is_forward(node, tangents)}
     forward |= {node for node in placeholders if node.name not in tangents}
+    forward |= _early_cuts(gm.graph, needed, forward)
     backward = [node for node in gm.graph.nodes if node in needed and node not in forward and node.op != "placeholder"]
     mutated = {each.name for each in graph.outputs if each.kind == "mutation"}
     crossing = _own_memory(gm.graph, _crossing(backward, gradients, forward), starts, mutated)
@@ -76,6 +77,19 @@ def _ancestors(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             todo += node.all_input_nodes
     return found
+
+
+def _early_cuts(graph: fx.Graph, needed: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
+    """Return slices that backward cuts from forward values which it reads nothing else of: saving them is less."""
+    early: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node not in forward or node.op == "placeholder" or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        late = [user for user in node.users if user in needed and user not in forward and user.op != "output"]
+        cuts = [user for user in late if role(user) == "move" and _is_cut(user)]
+        if late and len(cuts) == len(late) and sum(cut.meta["val"].nbytes for cut in cuts) < node.meta["val"].nbytes:
+            early.update(cuts)
+    return early
 
 
 def _crossing(backward: Sequence[fx.Node], gradients: Sequence[fx.Node | None], forward: set[fx.Node]) -> list[fx.Node]:

@@ -52,8 +52,13 @@ def compile_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool)
 
 def inductor_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool) -> Compiled:
     """Return what `compile_graph` does, its operators fused by Inductor at the first call."""
-    plain = compile_graph(gm, groups, boxed=False)
-    fused: Compiled = torch.compile(plain, backend="inductor", fullgraph=True, dynamic=False)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        if _names_group(node):
+            node.args = (*node.args[:-1], groups.get(str(node.args[-1]), node.args[-1]))
+    named = fx.GraphModule(gm, graph)
+    fused: Compiled = torch.compile(named, backend="inductor", fullgraph=True, dynamic=False)
     if not boxed:
         return fused
 
@@ -87,7 +92,7 @@ class _Source:
         if node.target is operator.getitem:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
         args = list(node.args)
-        if getattr(node.target, "namespace", "") == _GROUPED and args and isinstance(args[-1], str):
+        if _names_group(node):
             args[-1] = self._groups.get(args[-1], args[-1])
         given = [self.text(each) for each in args]
         given += [f"{name}={self.text(value)}" for name, value in node.kwargs.items()]
@@ -103,6 +108,11 @@ class _Source:
         finite = isinstance(value, float) and math.isfinite(value)
         plain = finite or value is None or isinstance(value, bool | int | str)
         return repr(value) if plain else self.constant(value)
+
+
+def _names_group(node: fx.Node) -> bool:
+    """Return whether the last argument of an operator is the process group it works on."""
+    return getattr(node.target, "namespace", "") == _GROUPED and bool(node.args) and isinstance(node.args[-1], str)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -6,8 +6,8 @@ Strategies run interleaved (ddp fsdp2 tp autopar, ddp fsdp2 tp autopar, ...), a 
 grows slower does so for all of them. One line of JSON a strategy: median, least and largest seconds of its steps, the
 median over rounds of its time over that of the best hand-written strategy in the same round, and what the cost model
 predicts of the same choice: the search's own plan for `autopar`, the degrees fixed for the others, none chosen by hand.
-Lines go to stdout and to benchmarks/results/testbed.jsonl. Needs root and iproute2; ends with 77 where they are missing,
-and with 1 if a planned program was slower than `--limit` times the best hand-written one.
+Lines go to stdout and to benchmarks/results/testbed.jsonl. Needs root and iproute2; ends with 77 where they are
+missing, and with 1 if a planned program was slower than `--limit` times the best hand-written one.
 """
 
 from __future__ import annotations

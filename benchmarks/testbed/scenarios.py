@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  the usual name
+from torch.nn import functional as F  # noqa: N812
 
 
 class Mlp(nn.Module):
@@ -20,11 +20,11 @@ class Mlp(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
-    def forward(self, x_BW: Tensor, y_BW: Tensor) -> Tensor:  # noqa: N803  shapes: B batch, W width
-        """Return the loss, a scalar."""
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss, a scalar, of features and target [batch, width]."""
         for layer in self.layers[:-1]:
-            x_BW = F.relu(layer(x_BW))  # noqa: N806
-        return F.mse_loss(self.layers[-1](x_BW), y_BW)
+            x = F.relu(layer(x))
+        return F.mse_loss(self.layers[-1](x), y)
 
 
 class Attention(nn.Module):
@@ -73,12 +73,12 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:  # noqa: N803  shapes: B batch, T sequence
-        """Return the loss, a scalar."""
-        hidden = self.tokens(x_BT) + self.positions
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss, a scalar, of token ids and labels [batch, seq]."""
+        hidden = self.tokens(x) + self.positions
         for layer in self.layers:
             hidden = layer(hidden)
-        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y_BT.flatten())
+        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
 
 
 @dataclass(frozen=True, slots=True)

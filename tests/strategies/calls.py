@@ -585,6 +585,10 @@ def experts() -> Iterator[Case]:
         x, w = f(16, 6), f(4, 6, 8)
         yield c("transformers.grouped_mm_fallback.default", x, w, offs)
         yield c("transformers.grouped_mm_fallback_backward.default", x, w, offs, f(16, 8))
+        x, w = f(16, 16, dtype=torch.float32), f(4, 16, 16, dtype=torch.float32)
+        yield c("_grouped_mm.default", x, w, offs)
+        yield c("_grouped_mm.default", x.t().contiguous(), f(16, 16, dtype=torch.float32), offs)
+    yield c("_grouped_mm.default", f(4, 8, 16, dtype=torch.float32), f(4, 16, 8, dtype=torch.float32))
 
 
 def registry() -> Iterator[Case]:

@@ -138,7 +138,7 @@ def terms(value: torch.Tensor, count: int) -> list[torch.Tensor]:
     if value.is_floating_point() or value.is_complex():
         # Terms as large as what they add up to: larger ones would cancel, and hide it by their rounding.
         size = value.abs()
-        size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
+        size = torch.where((size > 0) & (size < 1e100), size, torch.ones_like(size))
         rest = [size * torch.randn(value.shape, dtype=value.dtype, generator=generator) for _ in range(count - 1)]
     else:
         rest = [torch.randint(-3, 3, value.shape, generator=generator).to(value.dtype) for _ in range(count - 1)]

@@ -59,7 +59,7 @@ def first_wrong(whole: Whole, decisions: Decisions, rtol: float = 1e-3, atol: fl
             if not torch.allclose(total, want, rtol=rtol, atol=atol, equal_nan=True):
                 op = captured.graph.by_name[ref.op]
                 strategy = decisions.operators[captured.graph.representative(op.name)].strategy
-                return f"{op.name}[{ref.index}] {op.where} on rank {rank}: {strategy}; reads {op.refs}; {op.args} {layout}"
+                return f"{op.name}[{ref.index}] {op.where} on rank {rank}: {strategy}; {op.args} {layout}"
     return ""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class Mlp(nn.Module):
@@ -20,7 +20,7 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits and loss."""
         logits = self.down(torch.relu(self.up(x)))
-        return logits, F.cross_entropy(logits, y)
+        return logits, functional.cross_entropy(logits, y)
 
 
 class Plain(nn.Module):
@@ -35,6 +35,21 @@ class Plain(nn.Module):
         return self.body(x)
 
 
+class Twin(nn.Module):
+    """Three differentiable results that share a trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 16)
+        self.left = nn.Linear(16, 4)
+        self.right = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return hidden values and two heads' values."""
+        h = torch.tanh(self.trunk(x))
+        return {"h": h, "left": self.left(h), "right": self.right(h * 2)}
+
+
 class Vision(nn.Module):
     """Convolution, BatchNorm whose buffers forward changes, pooling."""
 
@@ -46,8 +61,8 @@ class Vision(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the loss."""
-        x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
-        return F.cross_entropy(self.head(x.mean((2, 3))), y)
+        x = functional.max_pool2d(functional.relu(self.norm(self.conv(x))), 2)
+        return functional.cross_entropy(self.head(x.mean((2, 3))), y)
 
 
 class Tied(nn.Module):
@@ -69,11 +84,11 @@ class Tied(nn.Module):
         """Return logits, and the loss if there are labels."""
         h = self.embed(ids) * self.frozen
         q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(self.norm(h)).chunk(3, -1))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         logits = self.head(self.drop(h + self.out(a)))
         if labels is None:
             return {"logits": logits}
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 def cases() -> dict[str, tuple[nn.Module, Any]]:
@@ -83,6 +98,7 @@ def cases() -> dict[str, tuple[nn.Module, Any]]:
     return {
         "mlp": (Mlp(), (torch.randn(8, 8), torch.randint(0, 4, (8,)))),
         "plain": (Plain(), (torch.randn(8, 8),)),
+        "twin": (Twin(), (torch.randn(8, 8),)),
         "vision": (Vision(), {"x": torch.randn(4, 3, 8, 8), "y": torch.randint(0, 4, (4,))}),
         "tied": (Tied(), {"ids": ids, "labels": torch.randint(0, 32, (4, 8))}),
     }

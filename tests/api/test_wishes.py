@@ -1,0 +1,114 @@
+"""What the user fixes is honoured, or refused with a way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.placement import Replicate, Shard
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def plan(cluster: str = "cpu:4", batch: int = 8, **options: object) -> autopar.Plan:
+    with torch.device("meta"):
+        model, x = Net(), torch.empty(batch, 64)
+    return autopar.plan(model, cluster, example_inputs=(x,), **options)
+
+
+def test_fixed_degrees_are_the_plans_degrees() -> None:
+    degrees = plan(fix={"dp_replicate": 2, "tp": 2}).decisions.degrees
+
+    assert (degrees["dp_replicate"], degrees["tp"]) == (2, 2)
+
+
+def test_a_fixed_tensor_degree_splits_the_matrices() -> None:
+    placed = plan(fix={"tp": 4}).decisions.parameters
+
+    assert all(isinstance(placed[name].placements[0], Shard) for name in ("up.weight", "down.weight"))
+
+
+def test_zero_three_shards_at_rest_and_gathers_in_each_phase() -> None:
+    placed = plan(fix={"dp_shard": 4, "zero": 3}).decisions.parameters
+
+    assert {p.placements for p in placed.values()} == {(Shard(0),)}
+    assert placed["up.weight"].gather == "per_phase"
+
+
+def test_zero_none_keeps_parameters_whole() -> None:
+    placed = plan(fix={"zero": 0}, forbid="tp").decisions.parameters
+
+    assert all(p.placements == (Replicate(),) * len(p.placements) for p in placed.values())
+
+
+def test_a_constraint_places_its_parameter() -> None:
+    placed = plan(fix={"tp": 4}, constraint="up.weight=Shard(1)@tp").decisions.parameters
+
+    assert placed["up.weight"].placements == (Shard(1),)
+
+
+REFUSED = [
+    pytest.param({"fix": {"tp": 3}}, InfeasibleError, "3 ranks do not divide the cluster's 4 devices", id="indivisible"),
+    pytest.param(
+        {"fix": {"tp": 2}, "forbid": ["dp_replicate", "dp_shard"]}, InfeasibleError, "use 2 of 4 devices", id="idle"
+    ),
+    pytest.param(
+        {"constraint": "upp.weight=Shard(0)@tp"}, UsageError, "no parameter 'upp.weight' (did you mean 'up.weight'?)", id="typo"
+    ),
+    pytest.param(
+        {"fix": {"tp": 4}, "constraint": "up.weight=Shard(2)@tp"}, InfeasibleError, "cannot be met", id="dim"
+    ),
+    pytest.param({"fix": {"pp": 2}}, UsageError, "plans one SPMD program", id="pipeline"),
+    pytest.param({"fixx": {"tp": 2}}, UsageError, "unknown option 'fixx'", id="option"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "text"), REFUSED)
+def test_what_cannot_be_is_refused_with_the_reason(options: dict[str, object], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        plan(**options)
+
+    assert text in str(caught.value)
+
+
+def test_what_does_not_fit_says_how_far_it_is_and_what_would_fit() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(8))), torch.empty(64, 32768)
+
+    with pytest.raises(InfeasibleError) as caught:
+        autopar.plan(model, "rtx-4090:2", example_inputs=(x,))
+
+    text = str(caught.value)
+    assert "no plan fits: even the smallest needs" in text
+    assert "21.59 GiB" in text
+    assert "0.weight" in text or ".weight" in text
+    assert "What would make it fit: " in text
+
+
+def test_mixed_devices_are_refused_by_name(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "mixed.yaml"
+    path.write_text(
+        "version: 1\nname: mixed\n"
+        "devices: {a: {preset: a100-sxm-80gb}, h: {preset: h100-sxm-80gb}}\n"
+        "nodes:\n"
+        "  na: {device: a, count: 2, links: {bandwidth: 300GB/s, latency: 1us, topology: switch}, "
+        "nic: {bandwidth: 200Gbit/s, latency: 5us}}\n"
+        "  nh: {device: h, count: 2, links: {bandwidth: 450GB/s, latency: 1us, topology: switch}, "
+        "nic: {bandwidth: 400Gbit/s, latency: 5us}}\n"
+        "groups: [{node: na, count: 1}, {node: nh, count: 1}]\n"
+        "network: [{level: pod, topology: fat-tree, latency: 5us}]\n"
+    )
+
+    with pytest.raises(UsageError, match="mixed"):
+        plan(str(path))
