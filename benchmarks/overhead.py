@@ -34,7 +34,7 @@ def _scenario(**sizes: int) -> Callable[[], Example]:
     return lambda: Scenario(**sizes).build()
 
 
-def _tiny(name: str, **settings: int) -> Callable[[], Example]:
+def _tiny(name: str, **settings: Any) -> Callable[[], Example]:
     def build() -> Example:
         from autopar.models.hf_tiny import tiny
 
@@ -68,7 +68,7 @@ class Trainer:
         given = self.inputs
         output = self.model(**given) if isinstance(given, Mapping) else self.model(*given)
         loss: Tensor = output if isinstance(output, Tensor) else output.loss
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
     def update(self) -> None:

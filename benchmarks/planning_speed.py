@@ -19,10 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autopar.progress import Silent
 from benchmarks.record import RESULTS, ROOT, write
 
 
-class Stopwatch:
+class Stopwatch(Silent):
     """A `Progress` that keeps the seconds of each phase."""
 
     def __init__(self) -> None:
@@ -37,9 +38,6 @@ class Stopwatch:
             self.seconds[self._name] = round(self.seconds.get(self._name, 0.0) + now - self._since, 3)
         # "search over 9 meshes": the number is no part of the name.
         self._name, self._since = name.partition(" ")[0], now
-
-    def update(self, **_: object) -> None:
-        """Do nothing: figures are read from the plan."""
 
 
 def plan_once(layers: int, args: argparse.Namespace) -> dict[str, Any]:
