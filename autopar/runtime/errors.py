@@ -59,6 +59,15 @@ def constant_on_meta(names: Sequence[str]) -> CaptureError:
     )
 
 
+def gradient_not_planned(output: str) -> InputMismatchError:
+    """Return the error for a gradient into an output that the model returns beside its loss."""
+    return InputMismatchError(
+        f"a gradient arrived at the model's output {output!r}, which is planned for reading only because the "
+        "model returns a loss; compute that term inside the model's forward and add it to the loss it returns, or call "
+        f"{output}.detach() if no gradient is wanted"
+    )
+
+
 def input_differs(path: str, wanted: TensorMeta, local: tuple[int, ...], got: TensorMeta) -> InputMismatchError:
     """Return the error for an input of another shape or dtype than planned; `local` is what one rank is to bring."""
     whole = f" (this rank's part of {wanted})" if local != wanted.shape else ""

@@ -13,7 +13,7 @@ from autopar._torch import dtensor_of, dtensor_spec, keeps_graph, local_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Replicate, local_shape
 from autopar.ir.tensor import TensorMeta
-from autopar.runtime.errors import constant_on_meta, input_differs, trained_differs
+from autopar.runtime.errors import constant_on_meta, gradient_not_planned, input_differs, trained_differs
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dtensor_placements
@@ -51,7 +51,12 @@ class Bound:
         tangents = {each.name: i for i, each in enumerate(p for p in program.placeholders if p.kind == "tangent")}
         self._tangents = [start for start in program.placeholders if start.kind == "tangent"]
         by_path = {each.target: tangents[each.name] for each in self._tangents}
-        self.differentiable = [each.name in by_path for each in local.outputs]
+        # Floating outputs beside a loss stay in autograd's graph although no gradient is planned for them: a gradient
+        # that arrives there all the same is then an error, not silently lost.
+        self.differentiable = [
+            each.name in by_path or (bool(by_path) and each.meta is not None and each.meta.is_floating)
+            for each in local.outputs
+        ]
         self._tangent_of = [by_path.get(each.name) for each in local.outputs]
         self.by_reference = [each for each in local.saved if each.source != "value"]
         self.saved = list(local.saved)
@@ -188,7 +193,11 @@ class Bound:
     def backward(self, arguments: list[Any], grads: Sequence[Any], seed: int | None) -> list[Any]:
         """Run backward on saved values (a list that is emptied) and the gradients of user outputs, `None` if absent."""
         tangents: list[Any] = [None] * len(self._tangents)
-        for place, grad, spec in zip(self._tangent_of, grads, self._specs, strict=True):
+        for place, grad, spec, output in zip(
+            self._tangent_of, grads, self._specs, self.program.local.outputs, strict=True
+        ):
+            if place is None and grad is not None:
+                raise gradient_not_planned(output.name)
             if place is not None and grad is not None:
                 tangents[place] = _local_tangent(grad, spec)
         absent = frozenset(i for i, each in enumerate(tangents) if each is None)

@@ -121,7 +121,7 @@ class Call:
 
         An argument that is a list of tensors has the same dimensions in each. Outputs that are no tensors stay `None`.
         """
-        dims: list[Dims] = [()] * len(self.metas)
+        dims: list[Dims] = [((),) * len(meta.shape) for meta in self.metas]
         for name, each in inputs.items():
             for index in self._index.get(name, ()):
                 dims[index] = each

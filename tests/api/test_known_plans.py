@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import autopar
 from autopar.ir.placement import Replicate, Shard
@@ -31,7 +31,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = torch.relu(layer(x))
-        return F.mse_loss(self.layers[-1](x), y)
+        return functional.mse_loss(self.layers[-1](x), y)
 
 
 def plan_mlp(cluster: str | Path, batch: int, width: int, depth: int = 2, **options: object) -> Plan:

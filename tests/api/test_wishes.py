@@ -59,23 +59,28 @@ def test_a_constraint_places_its_parameter() -> None:
 
 
 REFUSED = [
-    pytest.param({"fix": {"tp": 3}}, InfeasibleError, "3 ranks do not divide the cluster's 4 devices", id="indivisible"),
+    pytest.param(
+        {"fix": {"tp": 3}}, InfeasibleError, "3 ranks do not divide the cluster's 4 devices", id="indivisible"
+    ),
     pytest.param(
         {"fix": {"tp": 2}, "forbid": ["dp_replicate", "dp_shard"]}, InfeasibleError, "use 2 of 4 devices", id="idle"
     ),
     pytest.param(
-        {"constraint": "upp.weight=Shard(0)@tp"}, UsageError, "no parameter 'upp.weight' (did you mean 'up.weight'?)", id="typo"
+        {"constraint": "upp.weight=Shard(0)@tp"},
+        UsageError,
+        "no parameter 'upp.weight' (did you mean 'up.weight'?)",
+        id="typo",
     ),
-    pytest.param(
-        {"fix": {"tp": 4}, "constraint": "up.weight=Shard(2)@tp"}, InfeasibleError, "cannot be met", id="dim"
-    ),
+    pytest.param({"fix": {"tp": 4}, "constraint": "up.weight=Shard(2)@tp"}, InfeasibleError, "cannot be met", id="dim"),
     pytest.param({"fix": {"pp": 2}}, UsageError, "plans one SPMD program", id="pipeline"),
     pytest.param({"fixx": {"tp": 2}}, UsageError, "unknown option 'fixx'", id="option"),
 ]
 
 
 @pytest.mark.parametrize(("options", "kind", "text"), REFUSED)
-def test_what_cannot_be_is_refused_with_the_reason(options: dict[str, object], kind: type[Exception], text: str) -> None:
+def test_what_cannot_be_is_refused_with_the_reason(
+    options: dict[str, object], kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind) as caught:
         plan(**options)
 

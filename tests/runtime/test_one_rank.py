@@ -72,7 +72,9 @@ def test_another_batch_size_is_welcome_in_eval_and_refused_in_training():
     mine.eval()
     torch.testing.assert_close(mine(torch.ones(3, 8)), model.eval()(torch.ones(3, 8)))
     mine.train()
-    with pytest.raises(InputMismatchError, match=r"argument x is float32\[3, 8\], and the plan was made for float32\[8, 8\]"):
+    with pytest.raises(
+        InputMismatchError, match=r"argument x is float32\[3, 8\], and the plan was made for float32\[8, 8\]"
+    ):
         mine(torch.ones(3, 8))
 
 
@@ -209,11 +211,14 @@ def test_parameters_on_meta_without_initialisation_are_refused_by_name():
     with torch.device("meta"):
         model = Mlp()
 
-    with pytest.raises(UsageError, match=r"4 parameters or buffers are on meta.*up\.weight, up\.bias, down\.weight and 1"):
+    with pytest.raises(
+        UsageError, match=r"4 parameters or buffers are on meta.*up\.weight, up\.bias, down\.weight and 1"
+    ):
         compile_with(model, cases()["mlp"][1], ALONE)
 
 
 def test_parameters_on_meta_are_initialised_as_on_one_device():
+    example = cases()["vision"][1]
     torch.manual_seed(3)
     want = Vision()
     with torch.device("meta"):
@@ -224,7 +229,7 @@ def test_parameters_on_meta_are_initialised_as_on_one_device():
             module.reset_parameters()
 
     torch.manual_seed(3)
-    mine = compile_with(model, cases()["vision"][1], ALONE, init_fn=init)
+    mine = compile_with(model, example, ALONE, init_fn=init)
 
     for (name, a), b in zip(want.state_dict().items(), mine.state_dict().values(), strict=True):
         assert torch.equal(a, b), name

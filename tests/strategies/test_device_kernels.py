@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -77,9 +76,11 @@ def test_attention_splits_batch_heads_and_queries_unless_causal(case: Case) -> N
     assert {Shard(0), Shard(1)} <= {each.inputs[query] for each in found}
 
 
-def test_causal_queries_stay_whole() -> None:
-    for case, dim in itertools.product(CASES, (2,)):
-        if case.target.startswith("aten._scaled") and True in case.args:
-            causal = case.args[4] is True or case.args[-1] is True or True in case.args[5:]
-            split = any(each.inputs[0] == Shard(dim) for each in axis_strategies(case.op, case.metas, 2, ()).strategies)
-            assert not (causal and split and "efficient" not in case.target)
+@pytest.mark.parametrize(("causal", "splits"), [(False, True), (True, False)])
+def test_query_positions_split_unless_the_mask_depends_on_them(causal: bool, splits: bool) -> None:
+    q = m(4, 8, 32, 64)
+    case = c("_scaled_dot_product_flash_attention.default", q, q, q, 0.0, causal)
+
+    found = axis_strategies(case.op, case.metas, 2, ()).strategies
+
+    assert any(each.inputs[0] == Shard(2) for each in found) == splits

@@ -1,6 +1,6 @@
 """Which operator of a rewritten program is the first to be wrong: for people who debug a rule or a lowering.
 
-    print(first_wrong(Whole.of(model, example), decisions))
+print(first_wrong(Whole.of(model, example), decisions))
 """
 
 from __future__ import annotations

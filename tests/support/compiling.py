@@ -18,7 +18,13 @@ Decide = Callable[[Captured], Decisions]
 
 
 def compile_with(
-    model: nn.Module, example: Any, mesh: Mesh, *, decide_by: Decide | None = None, local_inputs: bool = False, **how: Any
+    model: nn.Module,
+    example: Any,
+    mesh: Mesh,
+    *,
+    decide_by: Decide | None = None,
+    local_inputs: bool = False,
+    **how: Any,
 ) -> nn.Module:
     """Return the model compiled for calls like the example; parameters are sharded at rest wherever they divide."""
     ranks = Ranks.join("cpu")

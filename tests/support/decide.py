@@ -140,9 +140,7 @@ def _made(decided: Mapping[str, OperatorDecision], graph: Graph, op: Op) -> Layo
     return layout
 
 
-def _moved(
-    graph: Graph, op: Op, strategy: MeshStrategy, have: list[Layout | None], sizes: tuple[int, ...]
-) -> float:
+def _moved(graph: Graph, op: Op, strategy: MeshStrategy, have: list[Layout | None], sizes: tuple[int, ...]) -> float:
     moved = 0.0
     for ref, layout, want in zip(op.refs, have, strategy.inputs, strict=True):
         if layout is not None and layout != want:

@@ -1,0 +1,63 @@
+"""Texts of the runtime's errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.tensor import TensorMeta
+from autopar.runtime import errors
+
+CASES = {
+    "world size": (
+        errors.world_size_differs(4, 2, str(Mesh((Axis("dp", 2), Axis("tp", 2))))),
+        "the plan is for 4 ranks (dp=2 x tp=2) and 2 are running; start it with torchrun --nproc-per-node or --nnodes "
+        "so that 4 run, or plan again for 2",
+    ),
+    "one rank": (
+        errors.world_size_differs(4, 1, "tp=4"),
+        "the plan is for 4 ranks (tp=4) and 1 is running; start it with torchrun --nproc-per-node or --nnodes "
+        "so that 4 run, or plan again for 1",
+    ),
+    "disagree": (
+        errors.ranks_disagree("captured program", ["aaaa", "bbbb", "aaaa"]),
+        "ranks disagree about the captured program: 2 different ones among 3 ranks\n"
+        "    ranks 0, 2: aaaa\n    ranks 1: bbbb\n"
+        "all ranks have stopped; give every rank the same model, example inputs, options and torch",
+    ),
+    "failed": (
+        errors.rank_failed([(1, "no such file\nsecond line")], "capture the model"),
+        "1 other rank failed to capture the model; this rank stops too\n    rank 1: no such file",
+    ),
+    "uninitialised": (
+        errors.uninitialised(["a.weight", "a.bias", "b.weight", "b.bias"]),
+        "4 parameters or buffers are on meta and have no values: a.weight, a.bias, b.weight and 1 more\n"
+        "pass init_fn=FUNCTION, which is called with each module that owns such tensors once they are allocated, "
+        "or build the model with real values",
+    ),
+    "input": (
+        errors.input_differs("ids", TensorMeta((8, 16), "int64"), (4, 16), TensorMeta((3, 16), "int64")),
+        "argument ids is int64[3, 16], and the plan was made for int64[4, 16] (this rank's part of int64[8, 16])\n"
+        "bring inputs of the planned shapes, or plan again with example_inputs of this form",
+    ),
+    "trained": (
+        errors.trained_differs("head.weight", now=True),
+        "parameter head.weight requires a gradient now, and was frozen when the plan was made; compile the model again",
+    ),
+    "unknown parameters": (
+        errors.parameters_differ(["x.weight"]),
+        "the plan says nothing about 1 parameters of the model: x.weight; plan again",
+    ),
+    "constants": (
+        errors.constant_on_meta(["table"]),
+        "the model keeps 1 tensors on meta as plain attributes, which have no values: table\n"
+        "register them as buffers, or build the model with real values",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message(name: str):
+    error, text = CASES[name]
+
+    assert str(error) == text
