@@ -93,7 +93,7 @@ class _Source:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
         args = list(node.args)
         if _names_group(node):
-            args[-1] = self._groups.get(args[-1], args[-1])
+            args[-1] = self._groups.get(str(args[-1]), args[-1])
         given = [self.text(each) for each in args]
         given += [f"{name}={self.text(value)}" for name, value in node.kwargs.items()]
         return f"{self.constant(direct_call(node.target))}({', '.join(given)})"

@@ -53,13 +53,17 @@ def _sums(shape: tuple[int, ...], call: Call) -> tuple[Dims, bool]:
     dims, _, _ = _heads(call)
     if shape[:2] != query[:2]:
         return _blank(shape), False
-    exact = shape == query[:3]
+    exact = shape == query[:3] and not any(f"_{name}_" in call.op.target for name in _PADS)
     return (*dims[:2], *(dims[2:3] if exact else _blank(shape[2:]))), exact
 
 
 def _draws(call: Call) -> bool:
     """Return whether the kernel drops scores by a state of its own, which no rank could share or divide."""
     return bool(call.arg("dropout_p"))
+
+
+_PADS = frozenset({"efficient", "cudnn"})
+"""Kernels whose logsumexp has its query positions padded to a block, or a form of its own."""
 
 
 def _forward(mask: str) -> Callable[[Call], Iterable[Strategy]]:

@@ -42,7 +42,8 @@ class Attention(nn.Module):
         """Return what is added to `x` [batch, seq, width]."""
         q, k, v = (each(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for each in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
 
 
 class Block(nn.Module):
@@ -59,7 +60,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output [batch, seq, width]."""
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class Gpt(nn.Module):

@@ -17,7 +17,7 @@ from autopar.ir.placement import Shard
 from autopar.ir.strategy import Strategy
 from autopar.ir.tensor import TensorMeta
 from autopar.strategies import axis_strategies
-from tests.strategies.calls import c, f
+from tests.strategies.make import c, f
 
 _register: Any = register_sharding
 

@@ -1,4 +1,4 @@
-"""Kernels of other devices: on local shapes they make local shapes of what they make on whole ones (on meta, no values)."""
+"""Kernels of other devices: on local shapes they make local shapes of what they make on whole ones, on meta."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.ir.placement import Shard, local_shape
 from autopar.ir.strategy import Strategy
 from autopar.strategies import axis_strategies
 from autopar.strategies.call import overload
-from tests.strategies.calls import c
+from tests.strategies.make import c
 from tests.strategies.one_op import Case
 
 aten = torch.ops.aten

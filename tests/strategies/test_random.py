@@ -8,7 +8,7 @@ import torch
 from autopar.ir.placement import Shard
 from autopar.rewrite.random_ops import mixed, next_seed, seeded, step_seed
 from autopar.strategies.random import RULES
-from tests.strategies.calls import c, f, p
+from tests.strategies.make import c, f, p
 from tests.strategies.one_op import Case, mesh_of, on_mesh, part, program
 from tests.support.lockstep import run
 
