@@ -24,6 +24,8 @@ from autopar.progress import Progress, Silent
 from autopar.rewrite import rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
+from autopar.runtime.module import copy_tree
+from autopar.runtime.waiting import hold_whole, plain_copy, require_values, take_over
 from cost_models.cluster import ClusterSpec
 
 PLAN_VARIABLE = "AUTOPAR_PLAN"
@@ -224,21 +226,22 @@ def _torch_version() -> str:
 
 
 def _lazy(model: nn.Module, job: Job) -> nn.Module:
-    """Return a copy of the module that plans at its first call, keeping its parameter objects."""
-    from autopar.runtime.module import copy_tree
+    """Return a copy of the module that plans at its first call; an optimizer made before keeps its parameters.
 
+    On several ranks the parameters are DTensors from the start, whole on every rank: such an object can later
+    take over a sharded one's contents, which a plain parameter cannot.
+    """
     waiting = copy_tree(model, {})
     kind = type(model)
+    if job.ranks.world_size > 1:
+        with job.ranks.together("hold the parameters until the first call"):
+            require_values(model)
+        hold_whole(waiting, job.ranks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        job.model = self
-        self.__class__ = kind
-        try:
-            built = job.build(job.capture(_as_example(args, kwargs), training=self.training), in_place=True)
-        except BaseException:
-            self.__class__ = lazy
-            raise
-        self.__dict__.update(built.__dict__)
+        job.model = plain_copy(self, kind)
+        built = job.build(job.capture(_as_example(args, kwargs), training=self.training), in_place=True)
+        take_over(self, built)
         self.__class__ = built.__class__
         return self(*args, **kwargs)
 

@@ -141,8 +141,8 @@ def compiled(model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None,
     """Return a module with `model`'s structure and names whose forward is the runner's programs.
 
     Its parameters are on their ranks (see `parameters.place`). `model` itself keeps its
-    own structure and tensors, unless `in_place`: then its parameter objects become those of the result.
-    All ranks must call this.
+    own structure and tensors. With `in_place`, optimizers that hold its parameters go on with
+    those of the result. All ranks must call this.
 
     Raises:
         UsageError: parameters on meta without `init_fn`.

@@ -14,6 +14,7 @@ from torch import nn
 from autopar.ir.placement import Layout, Replicate
 from autopar.ir.plan import Decisions
 from autopar.runtime.errors import parameters_differ, uninitialised
+from autopar.runtime.optimizers import replace_in_optimizers
 from autopar.runtime.placing import dense_copy, dtensor_placements, own_part
 from autopar.runtime.ranks import Groups, Ranks
 
@@ -77,8 +78,8 @@ def place(
 
     Parameters become `DTensor` parameters in their old places (plain ones if the mesh has no axis),
     tied ones stay tied. Tensors on meta are allocated and given to `init_fn` module by module, all
-    ranks drawing the same random numbers, and each keeps its own part at once. With `in_place` the
-    parameter objects stay the same, so that an optimizer that holds them goes on working.
+    ranks drawing the same random numbers, and each keeps its own part at once. With `in_place` an
+    optimizer that holds the old parameters takes the new ones at its next step.
     """
     placer = _Placer(decisions, groups, ranks, in_place=in_place, done={}, by_id={})
     every = list(slots(model))
@@ -118,8 +119,7 @@ class _Placer:
         else:
             raise TypeError(f"buffer {slot.name} is to be split, and only parameters can")
         if self.in_place and trained and new is not old:
-            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-            new = old
+            replace_in_optimizers(old, new)
         for each in self.by_id.pop(id(old)):
             each.table[each.key] = new
         self.done[id(new)] = new  # kept alive, so that its id stays its own
@@ -192,12 +192,10 @@ def _allocate(slot: Slot, placer: _Placer, pending: dict[int, int], fresh: dict[
     if real.is_floating_point():
         real.fill_(torch.nan)
     new: torch.Tensor = real
-    if isinstance(old, nn.Parameter) and placer.in_place:
-        torch.utils.swap_tensors(old, _parameter_like(old, real))  # type: ignore[no-untyped-call]
-        fresh[id(old)] = old
-        return
     if isinstance(old, nn.Parameter):
         new = _parameter_like(old, real)
+        if placer.in_place:
+            replace_in_optimizers(old, new)
     found = placer.by_id.pop(id(old))
     for each in found:
         each.table[each.key] = new

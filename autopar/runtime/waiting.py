@@ -1,0 +1,68 @@
+"""Modules that wait for their first call: their parameters exist, their plan does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar._torch import local_of
+from autopar.runtime.errors import uninitialised
+from autopar.runtime.module import copy_tree
+from autopar.runtime.parameters import slots
+from autopar.runtime.ranks import Ranks
+
+
+def require_values(model: nn.Module) -> None:
+    """Check that nothing of the model is on meta.
+
+    Raises:
+        UsageError: something is; with an example batch or a plan, `init_fn` can give it values.
+    """
+    empty = [slot.name for slot in slots(model) if slot.value.is_meta]
+    if empty:
+        raise uninitialised(empty)
+
+
+def hold_whole(model: nn.Module, ranks: Ranks) -> None:
+    """Replace every parameter by a DTensor that is whole on every rank; tied ones stay tied."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    held: dict[int, nn.Parameter] = {}
+    for slot in list(slots(model)):
+        if isinstance(slot.value, nn.Parameter):
+            old = slot.value
+            if id(old) not in held:
+                whole = DTensor.from_local(old.detach().to(ranks.device), mesh, [Replicate()], run_check=False)
+                held[id(old)] = nn.Parameter(whole, requires_grad=old.requires_grad)
+            slot.table[slot.key] = held[id(old)]
+
+
+def plain_copy(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Return a copy of a waiting module as the user's class with plain parameters, for capture and placement."""
+    copied = copy_tree(model, {})
+    copied.__class__ = kind
+    plain: dict[int, nn.Parameter] = {}
+    for slot in list(slots(copied)):
+        if isinstance(slot.value, DTensor):
+            old: Any = slot.value
+            made = plain.setdefault(id(old), nn.Parameter(local_of(old).detach(), requires_grad=old.requires_grad))
+            slot.table[slot.key] = made
+    return copied
+
+
+def take_over(waiting: nn.Module, built: nn.Module) -> None:
+    """Give a waiting module the contents of the built one, its own parameter objects included."""
+    mine = {slot.name: slot.value for slot in slots(waiting) if isinstance(slot.value, DTensor)}
+    swapped: set[int] = set()
+    for slot in list(slots(built)):
+        old = mine.get(slot.name)
+        if old is None:
+            continue
+        if id(old) not in swapped:
+            torch.utils.swap_tensors(old, slot.value)
+            swapped.add(id(old))
+        slot.table[slot.key] = old
+    waiting.__dict__.update(built.__dict__)
