@@ -122,7 +122,7 @@ class Job:
         planned = self.plan.workload.precision if self.plan is not None else self.options.precision
         return PlanOptions.parse(precision=planned).precision
 
-    def build(self, captured: Captured | None, *, in_place: bool = False) -> nn.Module:
+    def build(self, captured: Captured | None) -> nn.Module:
         """Return the compiled module: planned for `captured`, or by the plan that was given."""
         plan = self._shared_plan(captured)
         self.plan = plan
@@ -132,7 +132,7 @@ class Job:
         runner = Runner(
             plan.decisions, self.ranks, self._program_for, planned=(training, True), backend=_backend(self.backend)
         )
-        return compiled(self.model, runner, init_fn=self.init_fn, in_place=in_place)
+        return compiled(self.model, runner, init_fn=self.init_fn)
 
     def _shared_plan(self, captured: Captured | None) -> Plan:
         """Return rank 0's plan, searched or given, checked against the program."""
@@ -240,7 +240,7 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         job.model = plain_copy(self, kind)
-        built = job.build(job.capture(_as_example(args, kwargs), training=self.training), in_place=True)
+        built = job.build(job.capture(_as_example(args, kwargs), training=self.training))
         take_over(self, built)
         self.__class__ = built.__class__
         return self(*args, **kwargs)

@@ -69,8 +69,6 @@ class Runner:
             if tensors is not None and bound.matches(tensors):
                 return bound(tensors, grad=grad)
         bound, tensors = self._find(model, mode, args, kwargs)
-        if grad:
-            bound.check_trained()
         made = Reader.of(bound, args, kwargs)
         if made is not None:
             self._readers[form] = (bound, made)
@@ -137,12 +135,11 @@ class Reader:
         return given if self._order is None else [given[i] for i in self._order]
 
 
-def compiled(model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None, in_place: bool = False) -> nn.Module:
+def compiled(model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None) -> nn.Module:
     """Return a module with `model`'s structure and names whose forward is the runner's programs.
 
     Its parameters are on their ranks (see `parameters.place`). `model` itself keeps its
-    own structure and tensors. With `in_place`, optimizers that hold its parameters go on with
-    those of the result. All ranks must call this.
+    own structure and tensors. All ranks must call this.
 
     Raises:
         UsageError: parameters on meta without `init_fn`.
@@ -151,7 +148,7 @@ def compiled(model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None,
     with runner.ranks.together("place the model's parameters"):
         check(model, runner.decisions, init_fn)
     copied = copy_tree(model, {})
-    place(copied, runner.decisions, runner.groups, runner.ranks, init_fn, in_place=in_place)
+    place(copied, runner.decisions, runner.groups, runner.ranks, init_fn)
     copied.__class__ = _compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
     copied.__dict__[_ATTRIBUTE] = runner
     return copied

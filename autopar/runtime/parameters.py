@@ -14,7 +14,6 @@ from torch import nn
 from autopar.ir.placement import Layout, Replicate
 from autopar.ir.plan import Decisions
 from autopar.runtime.errors import parameters_differ, uninitialised
-from autopar.runtime.optimizers import replace_in_optimizers
 from autopar.runtime.placing import dense_copy, dtensor_placements, own_part
 from autopar.runtime.ranks import Groups, Ranks
 
@@ -65,23 +64,14 @@ def check(model: nn.Module, decisions: Decisions, init_fn: InitFn | None) -> Non
         dtensor_placements(name, decision.placements, decisions.mesh)
 
 
-def place(
-    model: nn.Module,
-    decisions: Decisions,
-    groups: Groups,
-    ranks: Ranks,
-    init_fn: InitFn | None,
-    *,
-    in_place: bool = False,
-) -> None:
+def place(model: nn.Module, decisions: Decisions, groups: Groups, ranks: Ranks, init_fn: InitFn | None) -> None:
     """Put every parameter of `model` where the plan holds it at rest, with rank 0's values; buffers become whole.
 
     Parameters become `DTensor` parameters in their old places (plain ones if the mesh has no axis),
     tied ones stay tied. Tensors on meta are allocated and given to `init_fn` module by module, all
-    ranks drawing the same random numbers, and each keeps its own part at once. With `in_place` an
-    optimizer that holds the old parameters takes the new ones at its next step.
+    ranks drawing the same random numbers, and each keeps its own part at once.
     """
-    placer = _Placer(decisions, groups, ranks, in_place=in_place, done={}, by_id={})
+    placer = _Placer(decisions, groups, ranks, done={}, by_id={})
     every = list(slots(model))
     for slot in every:
         placer.by_id.setdefault(id(slot.value), []).append(slot)
@@ -99,7 +89,6 @@ class _Placer:
     decisions: Decisions
     groups: Groups
     ranks: Ranks
-    in_place: bool
     done: dict[int, torch.Tensor]
     by_id: dict[int, list[Slot]]
 
@@ -118,8 +107,6 @@ class _Placer:
             new = self._distributed(slot.name, old, layout)
         else:
             raise TypeError(f"buffer {slot.name} is to be split, and only parameters can")
-        if self.in_place and trained and new is not old:
-            replace_in_optimizers(old, new)
         for each in self.by_id.pop(id(old)):
             each.table[each.key] = new
         self.done[id(new)] = new  # kept alive, so that its id stays its own
@@ -194,8 +181,6 @@ def _allocate(slot: Slot, placer: _Placer, pending: dict[int, int], fresh: dict[
     new: torch.Tensor = real
     if isinstance(old, nn.Parameter):
         new = _parameter_like(old, real)
-        if placer.in_place:
-            replace_in_optimizers(old, new)
     found = placer.by_id.pop(id(old))
     for each in found:
         each.table[each.key] = new

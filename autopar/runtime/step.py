@@ -139,7 +139,13 @@ class Bound:
         return None
 
     def __call__(self, tensors: Sequence[torch.Tensor], *, grad: bool) -> Any:
-        """Run a step on a call's tensors; return the model's return value."""
+        """Run a step on a call's tensors; return the model's return value.
+
+        Raises:
+            InputMismatchError: a parameter was frozen or unfrozen since the plan was made.
+        """
+        if grad:
+            self._check_trained()
         given: list[Any] = [None] * self._count
         for place, table, key in self._tables:
             given[place] = table[key]
@@ -156,12 +162,7 @@ class Bound:
                 outputs = self.run(given)[0]
         return self.rebuild(outputs)
 
-    def check_trained(self) -> None:
-        """Raise if a parameter was frozen or unfrozen since the plan was made.
-
-        Raises:
-            InputMismatchError: naming the first such parameter.
-        """
+    def _check_trained(self) -> None:
         for place, table, key, trained in self._trained:
             if table[key].requires_grad is not trained:
                 raise trained_differs(self._names[place], now=not trained)

@@ -62,7 +62,7 @@ def take_over(waiting: nn.Module, built: nn.Module) -> None:
         if old is None:
             continue
         if id(old) not in swapped:
-            torch.utils.swap_tensors(old, slot.value)
+            torch.utils.swap_tensors(old, slot.value)  # type: ignore[no-untyped-call]
             swapped.add(id(old))
         slot.table[slot.key] = old
     waiting.__dict__.update(built.__dict__)

@@ -22,10 +22,11 @@ from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, i
 from autopar.ir.roles import gradient_like, parameter_like
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
+from autopar.strategies.nesting import fits_mesh
 
 Role = Literal["free", "batch", "tensor"]
 Hints = tuple[frozenset[Shard], ...]
-Enumerate = Callable[[Op, tuple[TensorMeta, ...], int, Hints], tuple[tuple[Strategy, ...], bool]]
+Enumerate = Callable[[Op, tuple[TensorMeta, ...], int, Hints, Hints], tuple[tuple[Strategy, ...], bool]]
 """`axis_strategies`: strategies of an operator on one axis, replicated first, and whether a rule exists."""
 
 
@@ -70,9 +71,9 @@ def compose(graph: Graph, axes: Sequence[AxisSpec], enumerate_axis: Enumerate) -
     for op in reps:
         metas = tuple(graph.meta(ref) for ref in op.refs)
         options = tuple(found[op.name][:1] if op.name in settled else found[op.name] for found in per_axis)
-        key = (metas, op.outputs, options)
+        key = (op.target, _shape_of_args(op), metas, op.outputs, options)
         if key not in products:
-            products[key] = _product(options, metas, op.outputs, sizes)
+            products[key] = _product(op, options, metas, sizes)
         of[op.name] = products[key]
     return Choices(of, tuple(unknown.values()))
 
@@ -99,20 +100,40 @@ def _is_floating(op: Op) -> bool:
 def _on_axis(
     graph: Graph, reps: Sequence[Op], axis: AxisSpec, enumerate_axis: Enumerate
 ) -> tuple[dict[str, tuple[Strategy, ...]], dict[str, Op]]:
+    cache: dict[object, tuple[tuple[Strategy, ...], bool]] = {}
+    found, unknown = _forward(graph, axis, enumerate_axis, cache, {})
+    wanted = _wanted(graph, reps, found)
+    if wanted:
+        found, unknown = _forward(graph, axis, enumerate_axis, cache, wanted)
+    if axis.role == "batch":
+        found = _batch_only(graph, reps, axis, found)
+    elif axis.role == "tensor":
+        found = _without_batch(graph, reps, axis, found)
+    return found, unknown
+
+
+def _forward(
+    graph: Graph,
+    axis: AxisSpec,
+    enumerate_axis: Enumerate,
+    cache: dict[object, tuple[tuple[Strategy, ...], bool]],
+    wanted: Mapping[tuple[str, int], frozenset[Shard]],
+) -> tuple[dict[str, tuple[Strategy, ...]], dict[str, Op]]:
+    """Return the strategies of each representative, every operator told which shards of its inputs can be had."""
     made: dict[tuple[str, int], frozenset[Shard]] = {}
     found: dict[str, tuple[Strategy, ...]] = {}
     unknown: dict[str, Op] = {}
-    cache: dict[object, tuple[tuple[Strategy, ...], bool]] = {}
     for op in graph.ops:
         rep = graph.representative(op.name)
         if rep in found:
             continue
-        metas = tuple(graph.meta(ref) for ref in op.refs)
         if op.kind == "call":
+            metas = tuple(graph.meta(ref) for ref in op.refs)
             hints = tuple(made.get((graph.representative(ref.op), ref.index), frozenset()) for ref in op.refs)
-            key = (op.target, _shape_of_args(op), metas, op.outputs, hints)
+            welcome = tuple(wanted.get((rep, index), frozenset()) for index in range(len(op.outputs)))
+            key = (op.target, _shape_of_args(op), metas, op.outputs, hints, welcome)
             if key not in cache:
-                cache[key] = enumerate_axis(op, metas, axis.size, hints)
+                cache[key] = enumerate_axis(op, metas, axis.size, hints, welcome)
             strategies, known = cache[key]
             if not known:
                 unknown.setdefault(op.target, op)
@@ -122,11 +143,28 @@ def _on_axis(
         for index in range(len(op.outputs)):
             placed = {each.outputs[index] for each in strategies}
             made[rep, index] = frozenset(p for p in placed if isinstance(p, Shard))
-    if axis.role == "batch":
-        found = _batch_only(graph, reps, axis, found)
-    elif axis.role == "tensor":
-        found = _without_batch(graph, reps, axis, found)
     return found, unknown
+
+
+def _wanted(
+    graph: Graph, reps: Sequence[Op], found: Mapping[str, tuple[Strategy, ...]]
+) -> dict[tuple[str, int], frozenset[Shard]]:
+    """Return the strided shards of each value that its readers take, where its producer does not offer them.
+
+    A fused projection is split within each of its parts, which only what cuts it apart knows.
+    """
+    wanted: dict[tuple[str, int], set[Shard]] = {}
+    for op in graph.ops:
+        for strategy in found[graph.representative(op.name)]:
+            for ref, placement in zip(op.refs, strategy.inputs, strict=True):
+                if isinstance(placement, Shard) and placement.outer > 1:
+                    wanted.setdefault((graph.representative(ref.op), ref.index), set()).add(placement)
+    for op in reps:
+        for index in range(len(op.outputs)):
+            if (op.name, index) in wanted:
+                wanted[op.name, index] -= {s.outputs[index] for s in found[op.name] if s.outputs[index]}
+    calls = {op.name for op in reps if op.kind == "call"}
+    return {key: frozenset(shards) for key, shards in wanted.items() if shards and key[0] in calls}
 
 
 def _shape_of_args(op: Op) -> object:
@@ -263,11 +301,9 @@ def _mismatch(
 
 
 def _product(
-    options: tuple[tuple[Strategy, ...], ...],
-    metas: tuple[TensorMeta, ...],
-    outputs: tuple[TensorMeta | None, ...],
-    sizes: tuple[int, ...],
+    op: Op, options: tuple[tuple[Strategy, ...], ...], metas: tuple[TensorMeta, ...], sizes: tuple[int, ...]
 ) -> tuple[MeshStrategy, ...]:
+    outputs = op.outputs
     found: dict[tuple[object, ...], MeshStrategy] = {}
     for combination in itertools.product(*options):
         ins = tuple(nest(tuple(s.inputs[i] for s in combination), sizes) for i in range(len(metas)))
@@ -277,9 +313,9 @@ def _product(
             for meta, layout in zip(outputs, outs, strict=True)
             if meta is not None and layout is not None
         )
-        if valid:
-            key = (ins, outs, tuple(s.lowering for s in combination))
-            found.setdefault(key, MeshStrategy(combination, ins, outs))
+        made = MeshStrategy(combination, ins, outs)
+        if valid and (op.kind != "call" or len(sizes) == 1 or fits_mesh(op, metas, made, sizes)):
+            found.setdefault((ins, outs, tuple(s.lowering for s in combination)), made)
     return tuple(found.values())
 
 

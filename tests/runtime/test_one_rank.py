@@ -201,6 +201,7 @@ def test_buffers_are_updated_in_place():
 
 def test_a_parameter_frozen_after_planning_is_named():
     mine = compile_with(Mlp(), cases()["mlp"][1], ALONE)
+    mine(*cases()["mlp"][1])
     mine.up.bias.requires_grad_(False)
 
     with pytest.raises(InputMismatchError, match=r"up\.bias is frozen now"):
