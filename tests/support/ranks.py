@@ -51,6 +51,7 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._folder.cleanup()
 
     def run(self, task: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Outcome]:
         """Return each rank's outcome of `task(rank, *args)`; fails if not all have come within `timeout_s`."""
