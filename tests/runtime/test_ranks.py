@@ -341,5 +341,3 @@ def lazily(rank: int) -> None:
 
 def test_an_optimizer_made_before_the_first_call_goes_on_working(pool: RankPool):
     pool.values(lazily)
-
-
