@@ -3,7 +3,7 @@
     programs = rewrite(captured.joint, captured.graph, plan.decisions, rank)
 
 Nothing is decided here: layouts are the plan's, the collectives between them
-`ir.reshard`'s. The passes are those of the two tuples below, in order.
+`ir.reshard`'s. The passes are those of the two tuples below, then of `programs.LAST`, in order.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from autopar.ir.placement import Layout
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.rewrite.emitted import emitted
-from autopar.rewrite.partition import partition
+from autopar.rewrite.partition import copied, partition
 from autopar.rewrite.passes import Applied, Pass, run_passes
-from autopar.rewrite.programs import Emitted, Programs, RewriteError, Saved, Value
+from autopar.rewrite.programs import LAST, Emitted, Programs, RewriteError, Saved, Value
 from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
 from autopar.rewrite.shapes import propagate
 from autopar.rewrite.simplify import DropIdentities, DropUnreadStatistics, MergeEqualViews, ViewWhatCanBeViewed
@@ -62,6 +62,10 @@ def rewrite(
     for phase in (cut.forward, cut.backward):
         if phase is not None:
             applied += run_passes(phase, _PHASE)
+    draft = None if cut.backward is None else fx.GraphModule(cut.backward, copied(cut.backward.graph))
+    for phase in (cut.forward, cut.backward):
+        if phase is not None:
+            applied += run_passes(phase, LAST)
     axes = {axis.name for axis in decisions.mesh.axes}
     issued = [*emitted(cut.forward, axes), *(emitted(cut.backward, axes) if cut.backward is not None else ())]
 
@@ -78,6 +82,7 @@ def rewrite(
         outputs=tuple(value(o.name, o.ref, decisions.outputs.get(o.name)) for o in results if o.kind == "output"),
         mutations=tuple(value(o.name, Ref(o.name)) for o in results if o.kind == "mutation"),
         saved=cut.saved,
+        draft=draft,
         tangents=tuple(value(op.name, Ref(op.name)) for op in graph.ops if op.kind == "tangent"),
         gradients=tuple(value(o.name, o.ref and Ref(o.name)) for o in results if o.kind == "gradient"),
         emitted=tuple(issued),

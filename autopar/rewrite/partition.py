@@ -182,3 +182,12 @@ def _build(
     made = fx.GraphModule(gm, graph)
     graph.lint()
     return made
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph whose nodes carry the same marks and values."""
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = made.node_copy(node, copies.__getitem__)
+    return made

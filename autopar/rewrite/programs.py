@@ -13,7 +13,15 @@ from autopar.ir.graph import Phase
 from autopar.ir.placement import Layout
 from autopar.ir.tensor import TensorMeta
 from autopar.rewrite.absent import without_tangents
+from autopar.rewrite.inplace import AddIntoDead, ReduceIntoDead
+from autopar.rewrite.passes import Pass, run_passes
 from autopar.rewrite.random_ops import next_seed, step_seed
+
+LAST: tuple[Pass, ...] = (
+    AddIntoDead(),
+    ReduceIntoDead(),
+)
+"""Passes on each finished program; nothing moves after them."""
 
 
 class RewriteError(RuntimeError):
@@ -94,6 +102,9 @@ class Programs:
     """What backward returns, `None` where `meta` is; `name` is the operator of the parameter or input."""
 
     emitted: tuple[Emitted, ...]
+    draft: fx.GraphModule | None = None
+    """`backward` before `LAST`: what a backward without some tangents is made from."""
+
     applied: tuple[str, ...] = ()
     """Passes that acted, with how often."""
 
@@ -108,4 +119,6 @@ class Programs:
         """Return backward for a step in which the tangents of these names are zero, with the same placeholders."""
         if self.backward is None or not absent:
             return self.backward
-        return without_tangents(self.backward, absent)
+        made = without_tangents(self.draft or self.backward, absent)
+        run_passes(made, LAST)
+        return made

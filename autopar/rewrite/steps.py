@@ -109,11 +109,11 @@ class _Step:
         return self._move(_ATEN.reshape.default, own, list(self.shape_after))
 
     def mask(self, value: fx.Node) -> fx.Node:
-        # The same nodes, names and strides on every rank, so that passes order all ranks' collectives alike.
+        # Nodes, names and memory alike on every rank, so that passes treat all ranks' programs alike: hence the copy.
         first = self.writer.coordinate[self.step.axis] == 0
-        whole = self._move(_ATEN.contiguous.default, value)
-        target = _ATEN.alias.default if first else _ATEN.zeros_like.default
-        masked = self.writer.graph.create_node("call_function", target, (whole,), name="masked")
+        target = _ATEN.clone.default if first else _ATEN.zeros_like.default
+        kwargs: dict[str, fx.node.Argument] = {"memory_format": torch.contiguous_format}
+        masked = self.writer.graph.create_node("call_function", target, (value,), kwargs, name="masked")
         masked.meta["autopar"] = self.mark_as("move")
         return masked
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autopar.rewrite.inplace import AddIntoDead, ReduceIntoDead
 from autopar.rewrite.marks import C10D, WAIT, Mark, Role
 from autopar.rewrite.passes import run_passes
 from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
@@ -211,3 +212,76 @@ def test_a_reshape_becomes_a_view_only_where_strides_allow(transposed: bool, tar
     ViewWhatCanBeViewed()(gm)
 
     assert reshaped.target is target
+
+
+def summed(*, later: bool = False, returned: bool = False, saved: bool = False) -> tuple[fx.GraphModule, fx.Node]:
+    """Return a program that adds two products, of which the first may be read again, returned or a placeholder."""
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    one = x if saved else draft.op(ATEN.mm.default, x, x, name="one")
+    two = draft.op(ATEN.relu.default, x, name="two")
+    total = draft.op(ATEN.add.Tensor, one, x, name="total")
+    results = [total, two]
+    if later:
+        results.append(draft.op(ATEN.neg.default, one))
+    if returned:
+        results.append(one)
+    return draft.done(*results), total
+
+
+@pytest.mark.parametrize(
+    ("how", "target"),
+    [
+        ({}, ATEN.add_.Tensor),
+        ({"later": True}, ATEN.add.Tensor),
+        ({"returned": True}, ATEN.add.Tensor),
+        ({"saved": True}, ATEN.add.Tensor),
+    ],
+    ids=["dead", "read later", "returned", "held by the caller"],
+)
+def test_a_sum_goes_into_a_term_only_if_nobody_else_can_see_it(how, target):
+    gm, total = summed(**how)
+    x = torch.randn(2, 2)
+    want = gm(x)
+
+    AddIntoDead()(gm)
+    gm.recompile()
+
+    assert total.target is target
+    for a, b in zip(gm(x), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_sum_does_not_go_into_what_a_view_still_shows():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    view = draft.op(ATEN.view.default, one, [4])
+    total = draft.op(ATEN.add.Tensor, one, x)
+    gm = draft.done(total, draft.op(ATEN.neg.default, view))
+
+    assert AddIntoDead()(gm) == 0
+
+
+def test_a_sum_does_not_go_into_what_a_collective_may_still_read():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    started = draft.op(C10D.all_gather_into_tensor.default, one, 2, "dp", role="start")
+    total = draft.op(ATEN.add.Tensor, one, x)
+    gm = draft.done(total, draft.op(WAIT, started, role="wait"))
+
+    assert AddIntoDead()(gm) == 0
+
+
+def test_a_value_that_only_a_reduction_reads_is_reduced_in_place():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    first, wait = draft.reduce(one)
+    second, other = draft.reduce(x)
+    gm = draft.done(wait, other)
+
+    assert ReduceIntoDead()(gm) == 1
+    assert first.target is C10D.all_reduce_.default
+    assert second.target is C10D.all_reduce.default

@@ -1,0 +1,124 @@
+"""Passes that let an operator write into a value that nobody reads any more; nothing moves after them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar._torch import storage_key
+from autopar.rewrite.marks import C10D, role
+
+_ADD = torch.ops.aten.add.Tensor
+_ADD_INTO = torch.ops.aten.add_.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AddIntoDead:
+    """Add into a term that nothing reads afterwards, as autograd adds up gradients.
+
+        c = add(a, b)                 a is not read again
+    becomes
+        c = add_(a, b)
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators changed."""
+        memory = _Memory.of(gm)
+        changed = 0
+        for node in gm.graph.find_nodes(op="call_function", target=_ADD):
+            if len(node.args) != 2 or node.kwargs or not all(isinstance(each, fx.Node) for each in node.args):
+                continue
+            first, second = node.args
+            for into, other in ((first, second), (second, first)):
+                if memory.is_free_at(into, node) and _alike(into, node) and memory.differ(into, other):
+                    node.target, node.args = _ADD_INTO, (into, other)
+                    memory.merge(into, node)
+                    changed += 1
+                    break
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceIntoDead:
+    """Reduce in place what nothing else reads; otherwise the reduction copies it first."""
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators changed."""
+        memory = _Memory.of(gm)
+        changed = 0
+        for node in gm.graph.find_nodes(op="call_function", target=C10D.all_reduce.default):
+            value = node.args[0]
+            if memory.is_free_at(value, node, issuing=True):
+                node.target = C10D.all_reduce_.default
+                memory.merge(value, node)
+                changed += 1
+        return changed
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Which nodes share memory, and when each piece of memory is read last."""
+
+    position: Mapping[fx.Node, int]
+    key: dict[fx.Node, int]
+    last: dict[int, int]
+    kept: set[int]
+    """Memory that a caller holds."""
+
+    sent: Counter[int]
+    """How many collectives read a piece of memory, perhaps until they are waited for."""
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule) -> _Memory:
+        position = {node: i for i, node in enumerate(gm.graph.nodes)}
+        key: dict[fx.Node, int] = {}
+        last: dict[int, int] = {}
+        kept: set[int] = set()
+        sent: Counter[int] = Counter()
+        for node in gm.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                key[node] = storage_key(value)
+                if node.op != "call_function":
+                    kept.add(key[node])
+            for each in node.all_input_nodes:
+                if each in key:
+                    last[key[each]] = position[node]
+                    if node.op == "output":
+                        kept.add(key[each])
+                    if role(node) == "start":
+                        sent[key[each]] += 1
+        return cls(position, key, last, kept, sent)
+
+    def is_free_at(self, value: fx.Node, reader: fx.Node, *, issuing: bool = False) -> bool:
+        """Return whether `reader` is the last to read the memory of `value`, all of which `value` is."""
+        key = self.key.get(value)
+        if key is None or key in self.kept or self.sent[key] > int(issuing):
+            return False
+        tensor = value.meta["val"]
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return whole and self.last[key] == self.position[reader]
+
+    def differ(self, one: fx.Node, other: fx.Node) -> bool:
+        """Return whether two values share no memory."""
+        return self.key.get(one) != self.key.get(other)
+
+    def merge(self, value: fx.Node, result: fx.Node) -> None:
+        """Note that `result` lives in the memory of `value` from now on."""
+        old, new = self.key[value], self.key[result]
+        for node, key in self.key.items():
+            if key == new:
+                self.key[node] = old
+        self.last[old] = max(self.last.get(old, 0), self.last.get(new, 0))
+        self.sent[old] += self.sent[new]
+        if new in self.kept:
+            self.kept.add(old)
+
+
+def _alike(value: fx.Node, result: fx.Node) -> bool:
+    a, b = value.meta["val"], result.meta["val"]
+    return bool(a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride())
