@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar._torch import dtensor_of, dtensor_spec, keeps_graph, local_of
 from autopar.ir.mesh import Mesh
@@ -15,6 +15,7 @@ from autopar.ir.placement import Replicate, local_shape
 from autopar.ir.tensor import TensorMeta
 from autopar.runtime.errors import constant_on_meta, gradient_not_planned, input_differs, trained_differs
 from autopar.runtime.executable import compile_graph
+from autopar.runtime.gloo import exchange_to_reduce
 from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dtensor_placements
 from autopar.runtime.program import Program, Value
@@ -35,7 +36,8 @@ class Bound:
         self._backend = backend
         self._mesh: Mesh = groups.mesh
         self.flatten = program.call.flatten
-        self.forward = backend(program.local.forward, groups.names, boxed=False)
+        self._on_gloo = ranks.device.type == "cpu"
+        self.forward = self._compiled(program.local.forward, boxed=False)
         self._backwards: dict[frozenset[int], Callable[[list[Any]], Sequence[Any]]] = {}
         self._find_sources(model, ranks)
         seeding = program.local.seeding
@@ -191,6 +193,9 @@ class Bound:
         given[:] = local
         return visible, plain, made[self.saved_from :], seed
 
+    def _compiled(self, gm: fx.GraphModule, *, boxed: bool) -> Callable[..., Sequence[Any]]:
+        return self._backend(exchange_to_reduce(gm) if self._on_gloo else gm, self._groups.names, boxed=boxed)
+
     def backward(self, arguments: list[Any], grads: Sequence[Any], seed: int | None) -> list[Any]:
         """Run backward on saved values (a list that is emptied) and the gradients of user outputs, `None` if absent."""
         tangents: list[Any] = [None] * len(self._tangents)
@@ -207,7 +212,7 @@ class Bound:
             program = self.program.local.backward_without(names)
             if program is None:
                 raise RuntimeError("the program was captured without its backward")
-            self._backwards[absent] = self._backend(program, self._groups.names, boxed=True)
+            self._backwards[absent] = self._compiled(program, boxed=True)
         arguments += tangents
         del tangents, grads
         if seed is None or self._seeded is None:
