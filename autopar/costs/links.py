@@ -41,6 +41,8 @@ class Links:
     _local: dict[int, float] = field(init=False, default_factory=dict)
     _routes: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
     _overlap: tuple[float, ...] = field(init=False)
+    _blocking_s: tuple[float, ...] = field(init=False)
+    """Of each axis, the seconds of a call that its issuer spends itself; a GPU's host runs ahead of the device."""
 
     def __post_init__(self) -> None:
         levels = self.cluster.levels
@@ -49,6 +51,10 @@ class Links:
         kind = self.cluster.device.kind
         self._overlap = tuple(
             float(overlap_efficiency(kind, topology.get(self.level(axis), "")).value) for axis in range(len(self.sizes))
+        )
+
+        self._blocking_s = tuple(
+            max((hop.call_s for hop in hops), default=0.0) if kind == "cpu" else 0.0 for hops in self._hops
         )
 
     def level(self, axis: int) -> str:
@@ -80,7 +86,7 @@ class Links:
     ) -> float:
         """Return the seconds to bring a tensor from one layout to another; infinite if no steps lead there.
 
-        With `shares`, each axis's collectives count by that share only.
+        With `shares`, each axis's collectives count by that share only, without what issuing them takes on a CPU.
         """
         if before == after:
             return 0.0
@@ -98,7 +104,11 @@ class Links:
             return UNREACHABLE
         if shares is None:
             return sum(self.step_s(step, meta) for step in steps)
-        return sum(shares[step.axis] * self.step_s(step, meta) for step in steps if step.communicates)
+        return sum(
+            shares[step.axis] * max(0.0, self.step_s(step, meta) - self._blocking_s[step.axis])
+            for step in steps
+            if step.communicates
+        )
 
     def route_messages(self, before: Layout, after: Layout, meta: TensorMeta) -> tuple[Message, ...]:
         """Return the collectives on the way from one layout to another, in order."""

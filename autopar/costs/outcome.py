@@ -116,6 +116,11 @@ class Outcome:
             for name in self.graph.aliases.get(op.target, (op.target,)):
                 yield name, ParameterDecision(placements=layout, gather=gather)
 
+    @property
+    def gathers(self) -> bool:
+        """Return whether some parameter is made whole for use."""
+        return bool(self._gathered())
+
     def _gathered(self) -> frozenset[str]:
         """Return the representatives of the parameters that are made whole for use, viewed and cast or not."""
         roots = roots_of(self.graph)

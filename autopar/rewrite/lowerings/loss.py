@@ -17,10 +17,16 @@ _NO_CLASS = -100
 
 
 def scaled(site: Site) -> fx.Node:
-    """Emit the operator on this rank's part, divided by the number of parts: the mean is that of the parts' means."""
+    """Emit the operator on this rank's part, divided by the number of parts: the mean is that of the parts' means.
+
+    A gradient is linear in the one it is given: a single number where its own result is as large as the scores.
+    """
     space, packet, overload = site.op.target.split(".")
     target = getattr(getattr(getattr(torch.ops, space), packet), overload)
     parts = math.prod(site.mesh.sizes[axis] for axis in site.axes("scale"))
+    if packet.endswith("_backward"):
+        given, *rest = site.args
+        return site.call(target, site.call(aten.mul.Tensor, given, 1.0 / parts), *rest, **site.kwargs)
     return site.call(aten.mul.Tensor, site.call(target, *site.args, **site.kwargs), 1.0 / parts)
 
 
