@@ -15,6 +15,7 @@ from autopar.capture.call import CallSpec, ResultSpec, read_call
 from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable
 from autopar.capture.fake import FakeModel
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
+from autopar.capture.masks import simplify_masks
 from autopar.capture.merge import merge_equal_views
 from autopar.capture.origin import user_line
 from autopar.capture.trace import PREFIX, Traced, trace
@@ -77,6 +78,7 @@ def _assemble(
 ) -> Captured:
     joint = traced.joint
     joint.graph.set_codegen(fx.graph.CodeGen())
+    simplify_masks(joint)
     merge_equal_views(joint)
     names = Names(
         model=name,
