@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.strategy import MeshStrategy
 
 
@@ -51,6 +51,7 @@ def build(graph: Graph, choices: Mapping[str, Sequence[MeshStrategy]]) -> tuple[
     return clusters, home
 
 
+@once_per_graph
 def _sources(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Return, for each representative operator, what each of its slots reads, if all its instances read the same.
 

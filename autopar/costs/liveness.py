@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.costs.clusters import Cluster
 from autopar.costs.optimizer import state_bytes
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.roles import is_view
 from autopar.ir.table import Floats, MemoryRow
@@ -43,6 +43,7 @@ class CopyLife:
     """[source layouts, demanded layouts] of one instance."""
 
 
+@once_per_graph
 def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
     """Return, for each value, the value whose memory it shares (itself, if it is no view)."""
     base: dict[tuple[str, int], tuple[str, int]] = {}
@@ -57,6 +58,7 @@ def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
     return base
 
 
+@once_per_graph
 def lives(graph: Graph) -> list[Life]:
     """Return how long each value that owns memory lives; parameters and buffers are left out."""
     end = len(graph.ops)

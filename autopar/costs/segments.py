@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.costs.operators import flops
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.table import Floats
 
 _FORWARD, _BACKWARD = 6, 8
@@ -30,17 +30,7 @@ class Segments:
     @classmethod
     def of(cls, graph: Graph) -> Segments:
         """Return the segments of a program."""
-        weights = {op.name: _weight(graph, op) for op in graph.ops}
-        has_backward = any(op.phase == "backward" for op in graph.ops)
-        of_op: dict[str, int] = {}
-        for phase, first, count in (("forward", 0, _FORWARD), ("backward", _FORWARD, _BACKWARD)):
-            ops = [op for op in graph.ops if op.phase == phase]
-            whole = sum(weights[op.name] for op in ops) or 1.0
-            done = 0.0
-            for op in ops:
-                of_op[op.name] = first + min(count - 1, math.floor(count * done / whole))
-                done += weights[op.name]
-        return cls(_FORWARD, _FORWARD + (_BACKWARD if has_backward else 0), of_op)
+        return _segments(graph)
 
     def counts(self, instances: Sequence[Op]) -> Floats:
         """Return how many of the instances run in each segment."""
@@ -56,3 +46,18 @@ def _weight(graph: Graph, op: Op) -> float:
     metas = [graph.meta(ref) for ref in op.refs]
     moved = sum(meta.nbytes for meta in (*metas, *op.outputs) if meta is not None)
     return flops(op, metas) + moved / _BYTES_PER_FLOP
+
+
+@once_per_graph
+def _segments(graph: Graph) -> Segments:
+    weights = {op.name: _weight(graph, op) for op in graph.ops}
+    has_backward = any(op.phase == "backward" for op in graph.ops)
+    of_op: dict[str, int] = {}
+    for phase, first, count in (("forward", 0, _FORWARD), ("backward", _FORWARD, _BACKWARD)):
+        ops = [op for op in graph.ops if op.phase == phase]
+        whole = sum(weights[op.name] for op in ops) or 1.0
+        done = 0.0
+        for op in ops:
+            of_op[op.name] = first + min(count - 1, math.floor(count * done / whole))
+            done += weights[op.name]
+    return Segments(_FORWARD, _FORWARD + (_BACKWARD if has_backward else 0), of_op)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
@@ -19,34 +18,14 @@ from autopar.costs.links import Links
 from autopar.costs.liveness import CopyLife, Holdings, local_bytes
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.segments import Segments
+from autopar.costs.sharing import Reader, Sharing, sharers
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.placement import Layout, Replicate, Shard, is_at_rest
 from autopar.ir.plan import Gather
-from autopar.ir.roles import gradient_like, is_view, parameter_like
+from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.strategy import MeshStrategy
-from autopar.ir.table import Category, CostTable, Demand, Floats, Group, Node
+from autopar.ir.table import CostTable, Demand, Floats, Group, Node
 from autopar.ir.tensor import TensorMeta
-
-Phase = Literal["forward", "backward", "both"]
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A place where a value is read: argument `slot` of an operator, or an output of the program."""
-
-    op: str
-    slot: int
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """A value and the readers that share each redistributed copy of it."""
-
-    producer: str
-    index: int
-    readers: tuple[Reader, ...]
-    category: Category
-    phase: Phase
 
 
 @dataclass
@@ -86,7 +65,6 @@ class Builder:
         self.segments = Segments.of(graph)
         self.clusters, self.home = build(graph, self.choices)
         self._parameters = parameter_like(graph)
-        self._gradients = gradient_like(graph)
         self._offer_kept_gathers()
         instances: dict[str, list[Op]] = {}
         for op in graph.ops:
@@ -169,43 +147,11 @@ class Builder:
     def _groups(self, nodes: list[Node]) -> tuple[list[Group], list[CopyLife]]:
         groups: list[Group] = []
         copies: list[CopyLife] = []
-        for sharing, (counts, lives) in self._count_sharers().items():
+        for sharing, (counts, lives) in sharers(self.graph).items():
             for group, held in self._build_group(nodes, sharing, counts):
                 groups.append(group)
                 copies.append(CopyLife(tuple(lives), held))
         return groups, copies
-
-    def _count_sharers(self) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]:
-        """Return, for each set of readers that share copies of a value: how often in each segment, and when."""
-        graph = self.graph
-        found: dict[tuple[str, int, Phase], list[tuple[Reader, int]]] = {}
-        for position, op in enumerate(graph.ops):
-            for slot, ref in enumerate(op.refs):
-                reader = (Reader(graph.representative(op.name), slot), position)
-                found.setdefault((ref.op, ref.index, "both"), []).append(reader)
-                if ref.op in self._parameters:
-                    found.setdefault((ref.op, ref.index, op.phase), []).append(reader)
-        for output in graph.outputs:
-            if output.ref is not None:
-                name = output.name if output.kind == "output" else graph.representative(output.name)
-                reader = (Reader(f"{output.kind}:{name}", 0), graph.position[output.ref.op])
-                found.setdefault((output.ref.op, output.ref.index, "both"), []).append(reader)
-        sharers: dict[Sharing, tuple[Floats, list[tuple[int, int]]]] = {}
-        for (name, index, phase), readers in found.items():
-            names = tuple(sorted({reader for reader, _ in readers}, key=lambda r: (r.op, r.slot)))
-            category = self._category(name)
-            sharing = Sharing(graph.representative(name), index, names, category, phase)
-            counts, lives = sharers.setdefault(sharing, (np.zeros(self.segments.total), []))
-            places = [position for _, position in readers]
-            first = graph.position[name] if category == "reduction" else min(places)
-            counts[self.segments.of_op[graph.ops[first].name]] += 1
-            lives.append((first, max(places)))
-        return sharers
-
-    def _category(self, name: str) -> Category:
-        if name in self._parameters:
-            return "prefetch"
-        return "reduction" if name in self._gradients else "critical"
 
     def _demand(self, reader: Reader) -> tuple[int, list[Layout]]:
         """Return the node that a reader belongs to, and the layout it needs under each of the node's options."""

@@ -8,16 +8,17 @@ elements are read by `Ref(op, index)` (fx's `getitem` nodes do not appear).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, wraps
+from typing import Literal, TypeVar
 
 from autopar.ir.tensor import TensorMeta
 
 Phase = Literal["forward", "backward"]
 OpKind = Literal["parameter", "buffer", "input", "tangent", "constant", "call"]
 OutputKind = Literal["output", "gradient", "mutation"]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,12 @@ class Op:
     requires_grad: bool = False
     """For a parameter: whether it is trained."""
 
-    @property
-    def refs(self) -> tuple[Ref, ...]:
-        """Return the tensors it reads, in argument order, lists flattened, `None`s left out."""
-        return tuple(_refs((*self.args, *(value for _, value in self.kwargs))))
+    refs: tuple[Ref, ...] = field(init=False, repr=False, compare=False)
+    """The tensors it reads, in argument order, lists flattened, `None`s left out: said by the arguments."""
+
+    def __post_init__(self) -> None:
+        """Note what the arguments refer to; planning asks millions of times."""
+        object.__setattr__(self, "refs", tuple(_refs((*self.args, *(value for _, value in self.kwargs)))))
 
     @property
     def where(self) -> str:
@@ -155,3 +158,21 @@ def _refs(args: tuple[Arg, ...]) -> Iterator[Ref]:
             yield arg
         elif isinstance(arg, tuple):
             yield from _refs(arg)
+
+
+def once_per_graph(function: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
+    """Return `function` such that what it says of a graph is worked out once and kept with the graph.
+
+    For facts of the graph alone, which every candidate mesh asks for; callers must not edit them.
+    """
+    key = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def remembered(graph: Graph) -> _T:
+        kept = vars(graph)  # where `cached_property` keeps its values, too
+        if key not in kept:
+            kept[key] = function(graph)
+        found: _T = kept[key]
+        return found
+
+    return remembered

@@ -6,7 +6,7 @@ behind computation: a gather is issued ahead, a gradient's reduction left runnin
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, once_per_graph
 
 VIEWS = frozenset(
     f"aten.{name}"
@@ -30,6 +30,7 @@ def is_view(op: Op) -> bool:
     return op.target in VIEWS
 
 
+@once_per_graph
 def parameter_like(graph: Graph) -> frozenset[str]:
     """Return the operators that only reshape or cast one parameter or buffer, those included."""
     found: set[str] = set()
@@ -40,6 +41,7 @@ def parameter_like(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
+@once_per_graph
 def gradient_like(graph: Graph) -> frozenset[str]:
     """Return the operators whose value only becomes parameters' gradients, by reshaping, casting and adding."""
     read_by_output: dict[str, set[str]] = {}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.ir.graph import Graph, Op, Ref
+from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_valid, nest
 from autopar.ir.roles import gradient_like, parameter_like
 from autopar.ir.strategy import MeshStrategy, Strategy
@@ -78,6 +78,7 @@ def compose(graph: Graph, axes: Sequence[AxisSpec], enumerate_axis: Enumerate) -
     return Choices(of, tuple(unknown.values()))
 
 
+@once_per_graph
 def _small_tables(graph: Graph) -> frozenset[str]:
     """Return operators that make small tables of positions, masks and the like from no trained or floating value.
 
@@ -154,11 +155,15 @@ def _wanted(
     A fused projection is split within each of its parts, which only what cuts it apart knows.
     """
     wanted: dict[tuple[str, int], set[Shard]] = {}
+    takes: dict[str, tuple[tuple[int, Shard], ...]] = {}
     for op in graph.ops:
-        for strategy in found[graph.representative(op.name)]:
-            for ref, placement in zip(op.refs, strategy.inputs, strict=True):
-                if isinstance(placement, Shard) and placement.outer > 1:
-                    wanted.setdefault((graph.representative(ref.op), ref.index), set()).add(placement)
+        rep = graph.representative(op.name)
+        if rep not in takes:
+            placed = {(slot, each) for strategy in found[rep] for slot, each in enumerate(strategy.inputs)}
+            takes[rep] = tuple((slot, each) for slot, each in placed if isinstance(each, Shard) and each.outer > 1)
+        for slot, placement in takes[rep]:
+            ref = op.refs[slot]
+            wanted.setdefault((graph.representative(ref.op), ref.index), set()).add(placement)
     for op in reps:
         for index in range(len(op.outputs)):
             if (op.name, index) in wanted:

@@ -1,0 +1,63 @@
+"""Who reads what: readers of one value share each redistributed copy of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autopar.costs.segments import Segments
+from autopar.ir.graph import Graph, once_per_graph
+from autopar.ir.roles import gradient_like, parameter_like
+from autopar.ir.table import Category, Floats
+
+Phase = Literal["forward", "backward", "both"]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A place where a value is read: argument `slot` of an operator, or an output of the program."""
+
+    op: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A value and the readers that share each redistributed copy of it."""
+
+    producer: str
+    index: int
+    readers: tuple[Reader, ...]
+    category: Category
+    phase: Phase
+
+
+@once_per_graph
+def sharers(graph: Graph) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]:
+    """Return, for each set of readers that share copies of a value: how often in each segment, and when."""
+    segments, parameters, gradients = Segments.of(graph), parameter_like(graph), gradient_like(graph)
+    found: dict[tuple[str, int, Phase], list[tuple[Reader, int]]] = {}
+    for position, op in enumerate(graph.ops):
+        for slot, ref in enumerate(op.refs):
+            reader = (Reader(graph.representative(op.name), slot), position)
+            found.setdefault((ref.op, ref.index, "both"), []).append(reader)
+            if ref.op in parameters:
+                found.setdefault((ref.op, ref.index, op.phase), []).append(reader)
+    for output in graph.outputs:
+        if output.ref is not None:
+            name = output.name if output.kind == "output" else graph.representative(output.name)
+            reader = (Reader(f"{output.kind}:{name}", 0), graph.position[output.ref.op])
+            found.setdefault((output.ref.op, output.ref.index, "both"), []).append(reader)
+    shared: dict[Sharing, tuple[Floats, list[tuple[int, int]]]] = {}
+    for (name, index, phase), readers in found.items():
+        names = tuple(sorted({reader for reader, _ in readers}, key=lambda r: (r.op, r.slot)))
+        category: Category = "prefetch" if name in parameters else "reduction" if name in gradients else "critical"
+        sharing = Sharing(graph.representative(name), index, names, category, phase)
+        counts, lives = shared.setdefault(sharing, (np.zeros(segments.total), []))
+        places = [position for _, position in readers]
+        first = graph.position[name] if category == "reduction" else min(places)
+        counts[segments.of_op[graph.ops[first].name]] += 1
+        lives.append((first, max(places)))
+    return shared
