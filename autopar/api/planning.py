@@ -39,6 +39,7 @@ _WHY_NOT = {
     "infeasible": "does not fit in memory",
     "cutoff": "does not fit in memory, or is proven slower than the plan",
     "time_limit": "no plan found within the time limit",
+    "interrupted": "not solved: the search was interrupted",
 }
 
 _SECONDS_STEPS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
@@ -91,6 +92,7 @@ class Planner:
     options: PlanOptions
     progress: Progress = field(default_factory=Silent)
     _unknown: dict[str, Op] = field(init=False, default_factory=dict)
+    _interrupted: bool = field(init=False, default=False)
 
     def plan(self) -> Plan:
         """Return the fastest plan that fits.
@@ -117,8 +119,11 @@ class Planner:
             solved += self._solve_all(graph, meshes, wishes, started, recompute)
             best = min(solved, key=lambda each: each.step_s)
             if best.outcome is not None:
-                best = self._plainer(graph, best, solved, wishes, started)
+                if not self._interrupted:
+                    best = self._plainer(graph, best, solved, wishes, started)
                 return self._finish(best, solved, time.monotonic() - started)
+            if self._interrupted:
+                raise KeyboardInterrupt
         raise self._infeasible(graph, wishes, solved[-len(meshes) :])
 
     def _recompute_ways(self) -> tuple[Recompute, ...]:
@@ -177,15 +182,22 @@ class Planner:
         waiting.sort(key=lambda each: each.bound_s)
         if waiting:
             self.progress.phase(f"solve {len(waiting)} of {len(meshes)} meshes, best bound first")
-        best = inf
-        for number, one in enumerate(waiting):
-            found = self._solve(graph, one, best, self._left(started))
-            found.recompute = recompute
-            solved.append(found)
-            if found.step_s < best:
-                best = found.step_s
-            gap = max(0.0, 1.0 - one.bound_s / best) if best < inf else None
-            self.progress.update(best_s=best if best < inf else None, gap=gap, done=number + 1, total=len(waiting))
+        best, total = inf, len(waiting)
+        try:
+            while waiting:
+                found = self._solve(graph, waiting[0], best, self._left(started))
+                one = waiting.pop(0)
+                found.recompute = recompute
+                solved.append(found)
+                best = min(best, found.step_s)
+                if found.solution.status == "interrupted":
+                    raise KeyboardInterrupt
+                gap = max(0.0, 1.0 - one.bound_s / best) if best < inf else None
+                done = total - len(waiting)
+                self.progress.update(best_s=best if best < inf else None, gap=gap, done=done, total=total)
+        except KeyboardInterrupt:
+            self._interrupted = True
+            solved += [_unsolved(each) for each in waiting]
         return solved
 
     def _plainer(self, graph: Graph, best: Solved, solved: list[Solved], wishes: Wishes, started: float) -> Solved:
@@ -279,6 +291,7 @@ class Planner:
         mesh, degrees = name_axes(outcome, best.candidate)
         estimates = outcome.estimates(self._budget, PEAK_DTYPE[options.precision])
         batch = graph.batch_size
+        found = _solver(best, solved, seconds, options)
         recompute = {} if best.recompute == "none" else {"*": best.recompute}
         return Plan(
             fingerprint=Fingerprint(
@@ -296,7 +309,7 @@ class Planner:
             cluster=self.cluster.to_dict(),
             decisions=replace(outcome.decisions(mesh, degrees), recompute=recompute),
             estimates=estimates,
-            solver=_solver(best, solved, seconds, options),
+            solver=replace(found, status="interrupted") if self._interrupted else found,
             constraints=options.constraints,
             alternatives=_alternatives(best, solved, options.top_k),
             warnings=tuple(self._warnings(outcome)),
@@ -318,6 +331,12 @@ class Planner:
             text = f"the batch of {batch} divides by no mesh axis ({sizes}), so data parallelism was not possible"
             found.append(Warned(code="indivisible-batch", text=text))
         return found
+
+
+def _unsolved(one: Waiting) -> Solved:
+    """Return a candidate that an interrupted search left with the bound of its relaxation."""
+    solution = Solution("interrupted", (), inf, one.bound_s)
+    return Solved(one.candidate, solution, why_not=_WHY_NOT["interrupted"], recompute=one.recompute)
 
 
 def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:

@@ -31,7 +31,7 @@ from autopar.ir.table import CostTable, Floats, Group, MemoryRow
 _MEMORY_ROUNDS = 4
 """Relaxations solved at most to find the peaks that matter."""
 
-Status = Literal["optimal", "gap", "time_limit", "infeasible", "cutoff"]
+Status = Literal["optimal", "gap", "time_limit", "infeasible", "cutoff", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,7 @@ class Ilp:
     def solve(self, limits: Limits) -> Solution:
         """Return the fastest assignment that this program admits."""
         solver = self._solver(limits)
-        solver.run()
-        return self._read(solver, limits)
+        return self._read(solver, limits, interrupted=_interruptible(solver))
 
     def relaxed_bound_s(self, limits: Limits) -> float:
         """Return a bound that no assignment beats, from relaxations alone; infinite if none fits in memory.
@@ -295,7 +294,7 @@ class Ilp:
         solver.passModel(lp)
         return solver
 
-    def _read(self, solver: Any, limits: Limits) -> Solution:
+    def _read(self, solver: Any, limits: Limits, *, interrupted: bool) -> Solution:
         info = solver.getInfo()
         status = solver.getModelStatus()
         found = info.primal_solution_status == 2
@@ -303,6 +302,8 @@ class Ilp:
         if not found:
             stopped = status == highspy.HighsModelStatus.kTimeLimit
             nothing: Status = "time_limit" if stopped else "cutoff" if np.isfinite(limits.cutoff_s) else "infeasible"
+            if interrupted:
+                nothing = "interrupted"
             proven = limits.cutoff_s if nothing == "cutoff" else bound
             return Solution(nothing, (), np.inf, proven if np.isfinite(proven) else 0.0)
         values = np.array(solver.getSolution().col_value)
@@ -312,6 +313,8 @@ class Ilp:
         reached: Status = "optimal" if closed else "gap"
         if status == highspy.HighsModelStatus.kTimeLimit and not closed:
             reached = "time_limit"
+        if interrupted:
+            reached = "interrupted"
         return Solution(reached, options, objective, min(bound, objective))
 
     def copies(self, options: Sequence[int]) -> list[set[tuple[int, int]]]:
@@ -323,6 +326,23 @@ class Ilp:
             }
             for group in self.table.groups
         ]
+
+
+def _interruptible(solver: Any) -> bool:
+    """Run the solver; return whether Ctrl-C ended it, with whatever it had found by then.
+
+    HiGHS runs in a thread beside, because Python sees a signal only between two calls into C.
+    """
+    solver.HandleUserInterrupt = True
+    solver.startSolve()
+    interrupted = False
+    while True:
+        try:
+            if solver.wait(0.1)[0]:
+                return interrupted
+        except KeyboardInterrupt:
+            interrupted = True
+            solver.cancelSolve()
 
 
 def _options_by_layout(layout: np.ndarray) -> dict[int, list[int]]:
@@ -370,6 +390,8 @@ def solve_program(program: Ilp, limits: Limits) -> Solution:
         peak = int(np.argmax(curve))
         if curve[peak] <= limits.memory_bytes:
             return Solution(found.status, found.options, found.objective_s, found.bound_s, float(curve[peak]))
+        if found.status == "interrupted":
+            return Solution("interrupted", (), np.inf, found.bound_s)
         if program.has_memory_row(peak):
             raise RuntimeError(f"memory row at position {peak} was added and is still violated")
         program.add_memory_row(table.memory_row(peak), limits.memory_bytes)

@@ -1,0 +1,82 @@
+"""Ctrl-C: the best plan so far, with the gap that is proven by then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar
+from autopar.progress import Silent
+from autopar.search import ilp
+from tests.api.test_known_plans import Mlp
+
+
+class Impatient(Silent):
+    """Someone who presses Ctrl-C when the `presses`-th candidate is solved."""
+
+    def __init__(self, presses: int) -> None:
+        self.presses = presses
+        self.best: list[float] = []
+
+    def update(self, best_s=None, gap=None, done=None, total=None) -> None:
+        """Count what was solved."""
+        if best_s is not None:
+            self.best.append(best_s)
+            if len(self.best) == self.presses:
+                raise KeyboardInterrupt
+
+
+def plan(progress: Silent) -> autopar.Plan:
+    with torch.device("meta"):
+        model, x = Mlp(512, 4), torch.empty(256, 512)
+    return autopar.plan(model, "h100-sxm-80gb:4x2", example_inputs=(x, x), progress=progress, gap=0.0)
+
+
+def test_the_best_plan_so_far_has_the_gap_to_what_was_not_solved():
+    whole = plan(Silent())
+    watcher = Impatient(1)
+
+    stopped = plan(watcher)
+
+    assert stopped.solver.status == "interrupted"
+    assert stopped.estimates.step_time_s == pytest.approx(watcher.best[0])
+    assert stopped.solver.bound <= whole.estimates.step_time_s * (1 + 1e-9)
+    assert stopped.solver.gap == pytest.approx(1 - stopped.solver.bound / stopped.solver.objective)
+    assert any("the search was interrupted" in each.why_not for each in stopped.alternatives)
+
+
+def test_nothing_is_saved_where_nothing_was_found(monkeypatch):
+    def stopped(solver):
+        solver.setOptionValue("time_limit", 0.0)
+        return run(solver) or True
+
+    run = ilp._interruptible
+    monkeypatch.setattr(ilp, "_interruptible", stopped)
+
+    with pytest.raises(KeyboardInterrupt):
+        plan(Silent())
+
+
+def test_ctrl_c_reaches_the_solver_that_runs_beside():
+    class Solver:
+        """What HiGHS does: it stops some time after it was told to."""
+
+        def __init__(self) -> None:
+            self.told = 0
+
+        def startSolve(self) -> None:  # noqa: N802 - HiGHS's name
+            self.waits = iter([KeyboardInterrupt, (False, None), KeyboardInterrupt, (True, None)])
+
+        def cancelSolve(self) -> None:  # noqa: N802 - HiGHS's name
+            self.told += 1
+
+        def wait(self, seconds: float) -> object:
+            each = next(self.waits)
+            if each is KeyboardInterrupt:
+                raise each
+            return each
+
+    solver = Solver()
+
+    assert ilp._interruptible(solver)
+    assert solver.told == 2
