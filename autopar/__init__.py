@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.version import __version__
 
 if TYPE_CHECKING:
-    from autopar.api import compile, plan
+    from autopar.api import compile, input_part, plan
     from autopar.errors import (
         AutoparError,
         CaptureError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "compile": "autopar.api",
+    "input_part": "autopar.api",
     "plan": "autopar.api",
     "ClusterSpec": "cost_models.cluster",
     "Plan": "autopar.ir.plan",
@@ -60,6 +61,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "compile",
+    "input_part",
     "plan",
 ]
 

@@ -18,7 +18,7 @@ from autopar.progress import Progress, Silent
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
 
-__all__ = ["compile", "plan", "plan_captured", "plan_reference", "read_cluster"]
+__all__ = ["compile", "input_part", "plan", "plan_captured", "plan_reference", "read_cluster"]
 
 Cluster = ClusterSpec | str | Path
 
@@ -127,3 +127,10 @@ def compile(*args: Any, **kwargs: Any) -> Any:
     from autopar.api.compiling import compile_model
 
     return compile_model(*args, **kwargs)
+
+
+def input_part(model: torch.nn.Module) -> tuple[int, int]:
+    """Return which part of the global batch this rank brings to a call, and of how many; see `runtime.input_part`."""
+    from autopar import runtime
+
+    return runtime.input_part(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar._torch import pytree
 from autopar.api import Cluster, captured_for, plan_captured, read_cluster
 from autopar.api.planning import Planner, Program
 from autopar.api.stale import require_fresh
@@ -19,18 +21,21 @@ from autopar.capture.recompute import recomputed
 from autopar.errors import UsageError
 from autopar.ir.plan import Decisions, Plan
 from autopar.ir.plan_json import from_json, load, to_json
+from autopar.ir.squeeze import squeeze
 from autopar.options import PlanOptions, Precision
 from autopar.progress import Progress, Silent
-from autopar.rewrite import rewrite
+from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
 from autopar.runtime.module import copy_tree
 from autopar.runtime.waiting import hold_whole, plain_copy, require_values, take_over
+from autopar.suggest import did_you_mean
 from cost_models.cluster import ClusterSpec
 
 PLAN_VARIABLE = "AUTOPAR_PLAN"
 """Environment variable by which `autopar run` names the plan file."""
 
+_INPUTS = ("global", "local")
 _BACKENDS = ("eager", "inductor")
 _FOLLOW_LIMIT_S = 20.0
 """Seconds that the search for an evaluation program may take while a job waits."""
@@ -44,6 +49,7 @@ def compile_model(
     example_inputs: tuple[Any, ...] | dict[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     init_fn: InitFn | None = None,
+    inputs: str = "global",
     backend: str = "eager",
     device: str | torch.device | None = None,
     progress: Progress | None = None,
@@ -52,8 +58,9 @@ def compile_model(
     """Return `model` as a program sharded over all ranks, with the same call signature and parameter names.
 
     `example_inputs` is the global batch, a tuple or a dict; every rank passes the whole batch to every call
-    and gets the global loss. Without it, planning waits for the first call. `plan` (a `Plan` or a file; also
-    the variable AUTOPAR_PLAN, which `autopar run` sets) replaces the search. Every rank gets rank 0's plan.
+    and gets the global loss. Without it, planning waits for the first call. With `inputs="local"` every rank passes
+    only its own part (`autopar.input_part` says which), for loaders that already split. `plan` (a `Plan` or a file;
+    also the variable AUTOPAR_PLAN, which `autopar run` sets) replaces the search. Every rank gets rank 0's plan.
     `init_fn(module)` initialises modules whose parameters are on meta. Options are those of `autopar plan`.
 
     Raises:
@@ -61,6 +68,15 @@ def compile_model(
     """
     if backend not in _BACKENDS:
         raise UsageError(f"backend={backend!r} is unknown; backends are {', '.join(_BACKENDS)}")
+    if inputs not in _INPUTS:
+        raise UsageError(
+            f"inputs={inputs!r} is unknown{did_you_mean(inputs, _INPUTS)}; inputs are {', '.join(_INPUTS)}"
+        )
+    if inputs == "local" and example_inputs is None:
+        raise UsageError(
+            'inputs="local" needs example_inputs, the global batch (its shapes; tensors on meta will do): what one '
+            "rank brings does not say how the batch is split"
+        )
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     parsed = PlanOptions.parse(**options)
@@ -72,6 +88,7 @@ def compile_model(
     )
     ranks = Ranks.join(device or _device_type(spec))
     job = Job(model, spec, ranks, parsed, init_fn, backend, progress or Silent(), given)
+    job.local = inputs == "local"
     if example_inputs is not None:
         return job.build(job.capture(example_inputs, training=model.training))
     if given is not None:
@@ -104,6 +121,10 @@ class Job:
     backend: str
     progress: Progress
     plan: Plan | None
+    local: bool = False
+    """Whether each rank brings its own part of the batch to a call."""
+
+    _split: tuple[str, ...] = field(init=False, default=())
     _captured: dict[tuple[bool, bool], Captured] = field(init=False, default_factory=dict)
 
     def capture(self, example_inputs: Any, *, training: bool, grad: bool = True) -> Captured:
@@ -129,8 +150,16 @@ class Job:
         training = captured.training if captured is not None else True
         if captured is not None:
             self._captured[training, True] = captured
+        squeezed = squeeze(plan.decisions)
+        if self.local and captured is not None:
+            self._split = batch_axes(captured.graph, squeezed)
         runner = Runner(
-            plan.decisions, self.ranks, self._program_for, planned=(training, True), backend=_backend(self.backend)
+            plan.decisions,
+            self.ranks,
+            self._program_for,
+            planned=(training, True),
+            backend=_backend(self.backend),
+            batch=batch_layout(squeezed.mesh, self._split) if self._split else None,
         )
         return compiled(self.model, runner, init_fn=self.init_fn)
 
@@ -172,7 +201,7 @@ class Job:
         captured = self._captured.pop((training, grad), None)
         planned = captured is not None
         if captured is None:
-            example = _as_example(args, kwargs)
+            example = _as_example(*self._globally(args, kwargs))
             captured = self.capture(example, training=training, grad=grad)
         plan = self.plan
         if plan is None:
@@ -186,8 +215,24 @@ class Job:
         with self.ranks.together("rewrite the program"):
             if decisions.recompute:
                 captured = recomputed(captured)
-            programs = rewrite(captured.joint, captured.graph, decisions, self.ranks.rank)
+            programs = rewrite(captured.joint, captured.graph, decisions, self.ranks.rank, split=self._split)
         return LocalProgram(captured.call, captured.result, captured.placeholders, captured.constants, programs)
+
+    def _globally(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return a call with tensors of the global batch's shape in place of this rank's part; values do not matter."""
+        if not self._split or self.plan is None:
+            return args, kwargs
+        parts = math.prod(axis.size for axis in self.plan.decisions.mesh.axes if axis.name in self._split)
+        sizes = [each.shape[0] for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each) and each.dim()]
+        batch = max(dict.fromkeys(sizes), key=sizes.count) if sizes else 0
+
+        def whole(each: Any) -> Any:
+            if not torch.is_tensor(each) or not each.dim() or each.shape[0] != batch:
+                return each
+            return each.new_empty((batch * parts, *each.shape[1:]))
+
+        found: tuple[tuple[Any, ...], Mapping[str, Any]] = pytree.tree_map(whole, (args, dict(kwargs)))
+        return found
 
     def _follow(self, plan: Plan, captured: Captured) -> Decisions:
         """Return rank 0's decisions for another program of the model, its parameters where the plan has them."""

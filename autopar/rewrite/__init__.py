@@ -8,6 +8,8 @@ Nothing is decided here: layouts are the plan's, the collectives between them
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx
 
 from autopar.ir.graph import Graph, Ref
@@ -15,6 +17,7 @@ from autopar.ir.placement import Layout
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.rewrite.emitted import emitted
+from autopar.rewrite.inputs import batch_axes, batch_layout
 from autopar.rewrite.partition import copied, partition
 from autopar.rewrite.passes import Applied, Pass, run_passes
 from autopar.rewrite.programs import LAST, Emitted, Programs, RewriteError, Saved, Value
@@ -23,7 +26,7 @@ from autopar.rewrite.shapes import propagate
 from autopar.rewrite.simplify import DropIdentities, DropUnreadStatistics, MergeEqualViews, ViewWhatCanBeViewed
 from autopar.rewrite.spmd import Localiser
 
-__all__ = ["Applied", "Emitted", "Programs", "RewriteError", "Saved", "Value", "rewrite"]
+__all__ = ["Applied", "Emitted", "Programs", "RewriteError", "Saved", "Value", "batch_axes", "batch_layout", "rewrite"]
 
 _LOCAL: tuple[Pass, ...] = (
     DropIdentities(),
@@ -42,17 +45,17 @@ _PHASE: tuple[Pass, ...] = (
 
 
 def rewrite(
-    joint: fx.GraphModule, graph: Graph, decisions: Decisions, rank: int, *, local_inputs: bool = False
+    joint: fx.GraphModule, graph: Graph, decisions: Decisions, rank: int, *, split: Collection[str] = ()
 ) -> Programs:
     """Return the programs of `rank` under the plan's decisions.
 
-    Every rank brings the global batch to a call; with `local_inputs` its own part of it.
+    Every rank brings the global batch to a call, or its own part of it along the mesh axes `split`.
 
     Raises:
         RewriteError: an operator does not fit the layouts that the plan gives it.
     """
     decisions = squeeze(decisions)
-    localiser = Localiser(joint, graph, decisions, rank, local_inputs)
+    localiser = Localiser(joint, graph, decisions, rank, split)
     gm = localiser.run()
     gm.graph.lint()
     names = {op.name: op.where for op in graph.ops}

@@ -6,7 +6,7 @@ One fx graph still, forward and backward together; `partition` cuts it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +41,8 @@ class Localiser:
     graph: Graph
     decisions: Decisions
     rank: int
-    local_inputs: bool = False
-    """Whether each rank brings its own part of the batch to a call, not the whole."""
+    split: Collection[str] = ()
+    """Mesh axes along which each rank brings its own part of the batch to a call, not the whole."""
 
     out: fx.Graph = field(init=False, default_factory=fx.Graph)
 
@@ -50,7 +50,7 @@ class Localiser:
         mesh = self.decisions.mesh
         self.writer = Writer(self.out, mesh, mesh.coordinate(self.rank))
         self.per_phase = derived_parameters(self.graph, self.decisions)
-        self._split = split_inputs(self.graph, self.decisions) if self.local_inputs else {}
+        self._split = split_inputs(self.graph, mesh, self.split) if self.split else {}
         self._nodes = {node.name: node for node in self.joint.graph.nodes}
         self._made: dict[tuple[str, Phase | None], Made] = {}
         self._elements: dict[tuple[Ref, Phase | None], fx.Node] = {}

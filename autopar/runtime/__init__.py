@@ -10,9 +10,9 @@ What can fail on one rank only (capture, planning) belongs in `with ranks.togeth
 so that all ranks stop when one does.
 """
 
-from autopar.runtime.module import ProgramFor, Runner, compiled
+from autopar.runtime.module import ProgramFor, Runner, compiled, input_part
 from autopar.runtime.parameters import InitFn
 from autopar.runtime.program import Program
 from autopar.runtime.ranks import Groups, Ranks
 
-__all__ = ["Groups", "InitFn", "Program", "ProgramFor", "Ranks", "Runner", "compiled"]
+__all__ = ["Groups", "InitFn", "Program", "ProgramFor", "Ranks", "Runner", "compiled", "input_part"]

@@ -109,6 +109,14 @@ def layout_not_dtensor(name: str, layout: str) -> UsageError:
     )
 
 
+def not_compiled(name: str) -> UsageError:
+    """Return the error for a question that only a compiled, planned model can answer."""
+    return UsageError(
+        f"{name} is no compiled model, or has no plan yet: pass what autopar.compile returned, and give that "
+        "example_inputs so that it plans at once"
+    )
+
+
 def _ranks(count: int) -> str:
     return "rank" if count == 1 else "ranks"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import nn
 
 from autopar._torch import allow_plain_beside_dtensor, dtensor_of, local_of
 from autopar.errors import InputMismatchError
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
+from autopar.runtime.errors import not_compiled
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.placing import dense_copy, own_part
 from autopar.runtime.program import Program
@@ -30,7 +34,8 @@ class Runner:
     """Chooses the program for each call of one compiled module, and runs it.
 
     The form of call that the plan was made for (`planned`: training, gradients) is the only one
-    in that mode; in other modes each new form of call gets a program of its own.
+    in that mode; in other modes each new form of call gets a program of its own. `batch` is the layout of the batch
+    that ranks bring to a call in parts.
     """
 
     def __init__(
@@ -41,10 +46,12 @@ class Runner:
         *,
         planned: tuple[bool, bool] = (True, True),
         backend: Backend | None = None,
+        batch: Layout | None = None,
     ) -> None:
         self.decisions = squeeze(decisions)
         self.ranks = ranks
         self.groups = Groups.of(self.decisions.mesh, ranks)
+        self.part = _part(self.decisions.mesh, batch, ranks.rank)
         self._program_for = program_for
         self._planned = planned
         self._backend = {} if backend is None else {"backend": backend}
@@ -100,6 +107,30 @@ class Runner:
             raise problem
         found.append(bound)
         return bound, tensors
+
+
+def _part(mesh: Mesh, batch: Layout | None, rank: int) -> tuple[int, int]:
+    """Return the number of a rank's part of the batch, and how many parts there are."""
+    if batch is None:
+        return 0, 1
+    count = math.prod(axis.size for axis, p in zip(mesh.axes, batch, strict=True) if isinstance(p, Shard))
+    return int(own_part(torch.arange(count), batch, mesh, rank)[0]), count
+
+
+def input_part(model: nn.Module) -> tuple[int, int]:
+    """Return which part of the global batch this rank brings to a call of a compiled model, and of how many.
+
+    (0, 1) where every rank brings the whole: the default. For `torch.utils.data.DistributedSampler`: its `rank` and
+    `num_replicas`.
+
+    Raises:
+        UsageError: the model is not compiled, or waits for its first call.
+    """
+    runner = model.__dict__.get(_ATTRIBUTE)
+    if runner is None:
+        raise not_compiled(type(model).__name__)
+    part: tuple[int, int] = runner.part
+    return part
 
 
 def _order(program: Program) -> str:

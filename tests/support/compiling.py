@@ -10,7 +10,7 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Decisions
-from autopar.rewrite import rewrite
+from autopar.rewrite import batch_axes, rewrite
 from autopar.runtime import Program, Ranks, Runner, compiled
 from tests.support.decide import decide
 
@@ -45,5 +45,6 @@ def compile_with(
 
 
 def _program(captured: Captured, decisions: Decisions, rank: int, local_inputs: bool) -> Program:
-    programs = rewrite(captured.joint, captured.graph, decisions, rank, local_inputs=local_inputs)
+    split = batch_axes(captured.graph, decisions) if local_inputs else ()
+    programs = rewrite(captured.joint, captured.graph, decisions, rank, split=split)
     return Program(captured.call, captured.result, captured.placeholders, captured.constants, programs)
