@@ -19,5 +19,6 @@ class ClusterError(CostModelError):
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean ...?)` for the closest of `known`, else an empty text."""
     by_lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    begun = [each for each in by_lower if len(name) > 1 and each.startswith(name.lower())]
+    close = begun or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""

@@ -30,6 +30,17 @@ def degrees(fixed: Mapping[str, int], forbidden: Sequence[str], devices: int) ->
     )
 
 
+def batch(fixed: Mapping[str, int], size: int) -> InfeasibleError:
+    """Return the error about data-parallel degrees that the batch does not divide by."""
+    asked = {key: fixed[key] for key in ("dp_replicate", "dp_shard") if fixed.get(key, 1) > 1}
+    parts = prod(asked.values())
+    nearest = f"{size // parts * parts} or {ceil(size / parts) * parts}" if size > parts else str(parts)
+    return InfeasibleError(
+        f"{' '.join(f'--fix {k}={v}' for k, v in asked.items())}: the batch of {size} (dimension 0 of the inputs) does "
+        f"not divide into {parts} equal parts; take a batch of {nearest}, or lower degrees"
+    )
+
+
 def wishes(reason: str) -> InfeasibleError:
     """Return the error about wishes that leave no plan."""
     return InfeasibleError(f"no plan satisfies the constraints: {reason}")

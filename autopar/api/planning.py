@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, prod
 from typing import Literal
 
 from autopar.api import infeasible
 from autopar.api.naming import name_axes, wished
-from autopar.api.wishes import Wishes, check_names, read_wishes, unfold_if_split
+from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
 from autopar.costs.liveness import least_peak_bytes
@@ -159,6 +159,9 @@ class Planner:
             _ = self.cluster.device
         except CostModelError as error:
             raise UsageError(str(error)) from None
+        batch, parts = self.program.graph.batch_size, prod(wishes.fixed.get(key, 1) for key in DATA_PARALLEL)
+        if batch and batch % parts:
+            raise infeasible.batch(wishes.fixed, batch)
         found = candidates(devices, per_node, wishes.fixed, wishes.forbidden)
         if not found:
             raise infeasible.degrees(wishes.fixed, wishes.forbidden, devices)

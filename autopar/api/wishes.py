@@ -17,6 +17,9 @@ from autopar.strategies.compose import AxisSpec
 from autopar.suggest import did_you_mean
 
 Options = Mapping[str, tuple[MeshStrategy, ...]]
+DATA_PARALLEL = ("dp_replicate", "dp_shard")
+"""Degrees along which the batch is split."""
+
 _LATER = ("pp", "cp", "ep", "interleave")
 
 
@@ -53,9 +56,10 @@ class Wishes:
         """Return the options that honour the wishes.
 
         Raises:
-            InfeasibleError: a constraint leaves a parameter without any placement.
+            InfeasibleError: a constraint leaves a parameter without a placement, or no matrix divides by a fixed `tp`.
         """
         left = dict(options)
+        matrices = split = 0
         for op in graph.ops:
             if op.kind != "parameter" or graph.representative(op.name) != op.name:
                 continue
@@ -68,10 +72,14 @@ class Wishes:
                 wants_split = axis.role == "tp" and _is_matrix(op)
                 if wants_shard or wants_split:
                     sharded = tuple(s for s in left[op.name] if isinstance(s.axes[place].outputs[0], Shard))
+                    matrices += wants_split
+                    split += wants_split and bool(sharded)
                     left[op.name] = sharded or left[op.name]
             for constraint in self.constraints:
                 if _concerns(constraint, graph, op):
                     left[op.name] = _constrained(constraint, op, candidate, left[op.name])
+        if matrices and not split:
+            raise nothing_to_split(next(axis.size for axis in candidate if axis.role == "tp"))
         return left
 
 
@@ -170,4 +178,12 @@ def constraint_impossible(constraint: Constraint, op: Op, size: int, offered: se
     return InfeasibleError(
         f"--constraint '{constraint}' cannot be met: {op.target} has shape {shape} and the axis {constraint.axis} has "
         f"{size} ranks; possible there: {', '.join(sorted(map(str, offered)))}"
+    )
+
+
+def nothing_to_split(size: int) -> InfeasibleError:
+    """Return the error about a tensor-parallel degree that no parameter divides by."""
+    return InfeasibleError(
+        f"--fix tp={size}: no matrix among the parameters has a dimension that divides by {size}; choose a degree that "
+        "divides the model's heads and hidden sizes"
     )

@@ -117,3 +117,28 @@ def test_mixed_devices_are_refused_by_name(tmp_path) -> None:  # type: ignore[no
 
     with pytest.raises(UsageError, match="mixed"):
         plan(str(path))
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(InfeasibleError) as error:
+        plan(batch=6, fix={"dp_shard": 4})
+
+    assert str(error.value) == (
+        "--fix dp_shard=4: the batch of 6 (dimension 0 of the inputs) does not divide into 4 equal parts; take a batch "
+        "of 4 or 8, or lower degrees"
+    )
+
+
+def test_a_tensor_degree_that_divides_nothing_is_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(7, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).sum()
+
+    with torch.device("meta"):
+        model, x = Odd(), torch.empty(8, 7)
+    with pytest.raises(InfeasibleError, match=r"--fix tp=4: no matrix among the parameters .* divides by 4; choose"):
+        autopar.plan(model, "cpu:4", example_inputs=(x,), fix={"tp": 4})
