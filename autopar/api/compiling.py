@@ -215,7 +215,14 @@ class Job:
         with self.ranks.together("rewrite the program"):
             if decisions.recompute:
                 captured = recomputed(captured)
-            programs = rewrite(captured.joint, captured.graph, decisions, self.ranks.rank, split=self._split)
+            programs = rewrite(
+                captured.joint,
+                captured.graph,
+                decisions,
+                self.ranks.rank,
+                split=self._split,
+                device=self.ranks.device.type,
+            )
         return LocalProgram(captured.call, captured.result, captured.placeholders, captured.constants, programs)
 
     def _globally(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

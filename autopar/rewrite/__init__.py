@@ -16,6 +16,7 @@ from autopar.ir.graph import Graph, Ref
 from autopar.ir.placement import Layout
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
+from autopar.rewrite.device import passes_for
 from autopar.rewrite.emitted import emitted
 from autopar.rewrite.inputs import batch_axes, batch_layout
 from autopar.rewrite.partition import copied, partition
@@ -45,9 +46,15 @@ _PHASE: tuple[Pass, ...] = (
 
 
 def rewrite(
-    joint: fx.GraphModule, graph: Graph, decisions: Decisions, rank: int, *, split: Collection[str] = ()
+    joint: fx.GraphModule,
+    graph: Graph,
+    decisions: Decisions,
+    rank: int,
+    *,
+    split: Collection[str] = (),
+    device: str = "cpu",
 ) -> Programs:
-    """Return the programs of `rank` under the plan's decisions.
+    """Return the programs of `rank` under the plan's decisions, for a type of device.
 
     Every rank brings the global batch to a call, or its own part of it along the mesh axes `split`.
 
@@ -60,7 +67,7 @@ def rewrite(
     gm.graph.lint()
     names = {op.name: op.where for op in graph.ops}
     propagate(gm, names, by="localise")
-    applied = list(run_passes(gm, _LOCAL))
+    applied = list(run_passes(gm, (*passes_for(device), *_LOCAL)))
     cut = partition(gm, graph)
     for phase in (cut.forward, cut.backward):
         if phase is not None:

@@ -205,8 +205,12 @@ def _start(graph: Graph, op: Op, axis: AxisSpec) -> tuple[Strategy, ...]:
 def _without_batch(
     graph: Graph, reps: Sequence[Op], axis: AxisSpec, found: Mapping[str, tuple[Strategy, ...]]
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Return the strategies that do not take part in the batch split."""
+    """Return the strategies that do not take part in the batch split, and read matrices of parameters in pieces.
+
+    What gathers such a matrix first is sharded data parallelism without its point: every rank does all the work.
+    """
     follow = follow_batch(graph, axis.size, found)
+    starts = parameter_like(graph)
     kept: dict[str, tuple[Strategy, ...]] = {}
     for op in reps:
         mine = follow[op.name]
@@ -219,6 +223,11 @@ def _without_batch(
             for s in found[op.name]
             if not any(is_split and p == q for p, q, is_split in zip(s.inputs, mine.inputs, split, strict=True))
         )
+    for op in reps:
+        if op.kind == "call" and op.name not in starts:
+            matrices = [i for i, ref in enumerate(op.refs) if ref.op in starts and len(graph.meta(ref).shape) > 1]
+            pieces = tuple(s for s in kept[op.name] if all(isinstance(s.inputs[i], Shard) for i in matrices))
+            kept[op.name] = pieces or kept[op.name]
     return kept
 
 

@@ -1,0 +1,175 @@
+"""The program on another device than it was captured on: kernels of that device, and new tensors made there.
+
+Capture always happens on CPU tensors, so that a plan is the same on a laptop and on the cluster. What is particular to
+the CPU in the result is replaced here; all other operators have kernels everywhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.rewrite.marks import mark
+from autopar.rewrite.passes import Pass
+from autopar.rewrite.programs import RewriteError
+
+_ATEN = torch.ops.aten
+_FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
+_FLASH = _ATEN._scaled_dot_product_flash_attention.default
+_FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
+_EFFICIENT = _ATEN._scaled_dot_product_efficient_attention.default
+_EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
+_HALF = (torch.bfloat16, torch.float16)
+_ALIGNED = 16
+"""Elements that rows of an attention bias start at a multiple of, or the memory-efficient kernel refuses it."""
+
+
+def passes_for(device: str) -> tuple[Pass, ...]:
+    """Return the passes that bring a local program, as captured on the CPU, to a type of device."""
+    return () if device == "cpu" else (GpuAttention(), MakeOn(device))
+
+
+@dataclass(frozen=True, slots=True)
+class MakeOn:
+    """Let operators that name a device make their tensors on this one.
+
+    arange(8, device=cpu)   →   arange(8, device=cuda)
+    """
+
+    device: str
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators changed."""
+        there = torch.device(self.device)
+        changed = 0
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and node.kwargs.get("device", there) != there:
+                node.update_kwarg("device", there)
+                changed += 1
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAttention:
+    """Replace the CPU's attention kernels by the GPU's: flash in 16-bit types without a mask, else memory-efficient.
+
+    Both make the same values up to rounding; what forward passes to backward differs in shape and is theirs alone.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators replaced."""
+        made: dict[fx.Node, fx.Node] = {}
+        for node in gm.graph.find_nodes(op="call_function", target=_FORWARD):
+            made[_forward(node)] = node
+        gradients = gm.graph.find_nodes(op="call_function", target=_BACKWARD)
+        for node in gradients:
+            _backward(node, _maker(node))
+        for node in (*made.values(), *gradients):
+            gm.graph.erase_node(node)
+        return len(made) + len(gradients)
+
+
+def _forward(node: fx.Node) -> fx.Node:
+    """Put the GPU's forward kernel in place of the CPU's, which then has no users; return it."""
+    query, key, value, dropout, causal, mask, scale = _read(node, 3)
+    if _takes_flash(query, mask):
+        new = _beside(node, _FLASH, (query, key, value, dropout, causal), {"scale": scale})
+    else:
+        bias = _aligned(node, query, key, mask)
+        new = _beside(node, _EFFICIENT, (query, key, value, bias, True, dropout, causal), {"scale": scale})
+    _take_over(node, new)
+    return new
+
+
+def _backward(node: fx.Node, maker: fx.Node) -> None:
+    grad, query, key, value, out, sums, dropout, causal, mask, scale = _read(node, 6)
+    tensors = (query, key, value)
+    if maker.target is _FLASH:
+        lengths = (query.meta["val"].shape[2], key.meta["val"].shape[2])
+        seed, offset = (_element(maker, index) for index in (6, 7))
+        args: tuple[Any, ...] = (grad, *tensors, out, sums, None, None, *lengths, dropout, causal, seed, offset)
+        new = _beside(node, _FLASH_BACKWARD, args, {"scale": scale})
+    else:
+        seed, offset = (_element(maker, index) for index in (2, 3))
+        bias = _aligned(node, query, key, mask)
+        wanted = [True, True, True, False]
+        args = (grad, *tensors, bias, out, sums, seed, offset, dropout, wanted, causal)
+        new = _beside(node, _EFFICIENT_BACKWARD, args, {"scale": scale})
+    _take_over(node, new)
+
+
+def _read(node: fx.Node, tensors: int) -> tuple[Any, ...]:
+    """Return the tensors a kernel of the CPU reads, then dropout, whether it is causal, its mask and its scale."""
+    given = (*node.args, *(0.0, False)[len(node.args) - tensors :]) if len(node.args) < tensors + 2 else node.args
+    return (*given, node.kwargs.get("attn_mask"), node.kwargs.get("scale"))
+
+
+def _takes_flash(query: fx.Node, mask: fx.Node | None) -> bool:
+    value = query.meta["val"]
+    return mask is None and value.dtype in _HALF and value.shape[-1] % 8 == 0
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """Return the forward kernel whose result this gradient is of."""
+    sums = node.args[5]
+    todo: list[fx.Node] = [sums] if isinstance(sums, fx.Node) else []
+    while todo:
+        each = todo.pop()
+        if each.target in (_FLASH, _EFFICIENT):
+            return each
+        todo += each.all_input_nodes
+    raise RewriteError(f"{node.name} is the gradient of no attention kernel of the program")
+
+
+def _aligned(node: fx.Node, query: fx.Node, key: fx.Node, mask: fx.Node | None) -> fx.Node | None:
+    """Return the mask as the memory-efficient kernel takes it: of the scores' shape, its rows aligned."""
+    if mask is None:
+        return None
+    batch, heads, length, _ = query.meta["val"].shape
+    keys = key.meta["val"].shape[2]
+    rest = -keys % _ALIGNED
+    if rest:
+        mask = _beside(node, _ATEN.constant_pad_nd.default, (mask, [0, rest]), {})
+        mask = _beside(node, _ATEN.slice.Tensor, (mask, -1, 0, keys), {})
+    return _beside(node, _ATEN.expand.default, (mask, [batch, heads, length, keys]), {})
+
+
+def _element(maker: fx.Node, index: int) -> fx.Node:
+    """Return an element of what a kernel makes, read beside it, so that it is saved for backward."""
+    for user in maker.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user
+    with maker.graph.inserting_after(maker):
+        found = maker.graph.call_function(operator.getitem, (maker, index))
+    found.meta["autopar"], found.meta["val"] = mark(maker), maker.meta["val"][index]
+    return found
+
+
+def _beside(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Insert an operator before `node`, with the value that it makes on fake tensors."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args, kwargs)
+    new.meta = {key: value for key, value in node.meta.items() if key not in {"val", "local_shape"}}
+    values = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
+    with _mode(new.all_input_nodes), torch.no_grad():
+        new.meta["val"] = target(*values[0], **values[1])
+    return new
+
+
+def _mode(nodes: Iterable[fx.Node]) -> Any:
+    return next(node.meta["val"].fake_mode for node in nodes)
+
+
+def _take_over(old: fx.Node, new: fx.Node) -> None:
+    """Let the readers of one kernel's results read the other's, whose own shapes they then have."""
+    old.replace_all_uses_with(new)
+    for user in new.users:
+        if user.target is operator.getitem:
+            user.meta["val"] = new.meta["val"][user.args[1]]
+            user.meta.pop("local_shape", None)

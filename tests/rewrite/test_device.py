@@ -1,0 +1,162 @@
+"""Programs for GPUs: their kernels stand where the CPU's stood and are given what they take.
+
+No GPU runs here: what the kernels compute is stood in for by their definition, with their signatures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from autopar.capture import Captured, capture
+from autopar.ir.mesh import Axis, Mesh
+from autopar.rewrite import Programs, rewrite
+from tests.support.decide import decide
+
+aten = torch.ops.aten
+ALONE = Mesh((Axis("tp", 1, "device"),))
+
+
+class Attends(nn.Module):
+    """Attention under a mask that the caller gives, causal, or neither; positions made in forward."""
+
+    def __init__(self, causal: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.causal = causal
+        self.inner = nn.Linear(16, 16, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + (torch.arange(x.shape[1], device=x.device) / 16).to(x.dtype)[None, :, None]
+        q = self.inner(x).view(2, x.shape[1], 2, 8).transpose(1, 2)
+        made = functional.scaled_dot_product_attention(q, q * 2, q + 1, attn_mask=mask, is_causal=self.causal)
+        return made.float().square().mean()
+
+
+def attention(q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float | None) -> torch.Tensor:
+    """Return attention by its definition; rows of a bias must be aligned, as the kernel demands."""
+    if bias is not None:
+        assert bias.shape == (*q.shape[:3], k.shape[2])
+        assert bias.stride(-2) % 16 == 0 or bias.stride(-2) == 0
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        made = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
+    return by_position(made)
+
+
+def by_position(value: torch.Tensor) -> torch.Tensor:
+    """Return the value as the kernels lay it out in memory: positions outside heads."""
+    return value.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def gradients(grad: Any, q: Any, k: Any, v: Any, *how: Any) -> tuple[torch.Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+        return tuple(by_position(each) for each in torch.autograd.grad(attention(*leaves, *how), leaves, grad))
+
+
+def flash(q: Any, k: Any, v: Any, dropout: float, causal: bool, debug: bool = False, *, scale: Any = None) -> Any:
+    state = torch.tensor([7, 9])
+    return attention(q, k, v, None, causal, scale), q.sum(-1), None, None, q.shape[2], k.shape[2], state, state[0], q
+
+
+def flash_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
+    dropout: float, causal: bool, seed: Any, offset: Any, *, scale: Any = None,
+) -> Any:  # fmt: skip
+    assert (max_q, max_k, cum_q, cum_k) == (q.shape[2], k.shape[2], None, None)
+    assert seed.tolist() == [7, 9]
+    assert offset.item() == 7
+    assert out.shape == q.shape
+    torch.testing.assert_close(sums, q.sum(-1))
+    return gradients(grad, q, k, v, None, causal, scale)
+
+
+def efficient(q: Any, k: Any, v: Any, bias: Any, sums: bool, dropout: float, causal: bool, *, scale: Any = None) -> Any:
+    assert sums
+    padded = torch.zeros(*q.shape[:2], -(-q.shape[2] // 32) * 32)
+    return attention(q, k, v, bias, causal, scale), padded, torch.tensor(7), torch.tensor(9)
+
+
+def efficient_backward(
+    grad: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, sums: Any, seed: Any, offset: Any,
+    dropout: float, wanted: list[bool], causal: bool, *, scale: Any = None,
+) -> Any:  # fmt: skip
+    assert (seed.item(), offset.item(), list(wanted)) == (7, 9, [True, True, True, False])
+    assert sums.shape[-1] % 32 == 0
+    return (*gradients(grad, q, k, v, bias, causal, scale), None)
+
+
+STAND_INS = {
+    aten._scaled_dot_product_flash_attention.default: flash,
+    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+}
+
+
+def run(programs: Programs, captured: Captured, model: nn.Module, example: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the loss and gradients of the programs, the GPU's kernels and device stood in for."""
+    assert programs.backward is not None
+    for gm in (programs.forward, programs.backward):
+        for node in gm.graph.nodes:
+            node.target = STAND_INS.get(node.target, node.target)
+            if "device" in node.kwargs:
+                assert node.kwargs["device"] == torch.device("cuda")
+                node.update_kwarg("device", torch.device("cpu"))
+        gm.recompile()
+    held = dict(model.named_parameters())
+    inputs = [each for each in example if each is not None]
+    starts = [each for each in captured.placeholders if each.kind != "tangent"]
+    given = [inputs[each.index] if each.kind == "input" else held[each.target] for each in starts]
+    with torch.no_grad():
+        made = programs.forward(*given)
+        source = {"input": given, "output": made, "value": made[len(programs.outputs) + len(programs.mutations) :]}
+        saved = [source[each.source][each.index] for each in programs.saved]
+        return [made[0], *programs.backward(*saved, torch.ones(()))]
+
+
+def cases() -> dict[str, tuple[bool, torch.dtype, int, bool]]:
+    """Return whether causal, the type, the length, and whether there is a mask."""
+    half, single = torch.bfloat16, torch.float32
+    return {
+        "flash": (False, half, 8, False),
+        "flash, causal": (True, half, 8, False),
+        "single precision": (True, single, 8, False),
+        "mask": (False, half, 16, True),
+        "mask whose rows are not aligned": (False, single, 6, True),
+    }
+
+
+@pytest.mark.parametrize("name", cases())
+def test_values_and_gradients_are_those_of_the_model(name: str):
+    causal, dtype, length, masked = cases()[name]
+    torch.manual_seed(0)
+    model = Attends(causal, dtype)
+    mask = torch.randn(2, 1, length, length).to(dtype) if masked else None
+    example = (torch.randn(2, length, 16).to(dtype), *([mask] if masked else []))
+    captured = capture(model, example)
+    programs = rewrite(captured.joint, captured.graph, decide(captured.graph, ALONE), 0, device="cuda")
+
+    kernels = {
+        str(node.target).split(".")[1] for node in programs.forward.graph.nodes if "attention" in str(node.target)
+    }
+    got = run(programs, captured, model, example)
+
+    want = model(*example)
+    want.backward()
+    flashes = dtype is torch.bfloat16 and not masked
+    assert kernels == {f"_scaled_dot_product_{'flash' if flashes else 'efficient'}_attention"}
+    wanted = [want.detach(), *(each.grad for each in model.parameters())]
+    for mine, its in zip(got, wanted, strict=True):
+        error = (mine.float() - its.float()).norm() / its.float().norm()
+        assert error < (1e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+def test_the_cpu_keeps_its_kernels():
+    captured = capture(Attends(True, torch.float32), (torch.randn(2, 8, 16),))
+    programs = rewrite(captured.joint, captured.graph, decide(captured.graph, ALONE), 0)
+
+    assert any("flash_attention_for_cpu" in str(node.target) for node in programs.forward.graph.nodes)
