@@ -76,6 +76,10 @@ class Links:
             return self._copy_s(moved)
         return self.message_s(Message(step.kind, step.axis, moved))
 
+    def blocking_s(self, axis: int) -> float:
+        """Return the seconds of each call along an axis that its issuer spends itself: on a CPU, none on a GPU."""
+        return self._blocking_s[axis]
+
     @property
     def overlap(self) -> tuple[float, ...]:
         """Return, for each axis, the share of a collective's seconds that computation can run behind."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from autopar.costs import operators
+from autopar.costs.buckets import Reduction, bucketed
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import lives, local_bytes
 from autopar.costs.optimizer import state_bytes
@@ -19,6 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import (
     Breakdown,
+    Bucket,
     Collective,
     Decisions,
     Estimates,
@@ -84,6 +87,10 @@ class Outcome:
             operators=found,
             outputs={o.name: self.output_layout(o.name) for o in graph.outputs if o.kind == "output" and o.ref},
             collectives=self.collectives(mesh),
+            buckets=tuple(
+                Bucket(axis=mesh.axes[run[0].axis].name, gradients=tuple(each.name for each in run))
+                for run in self.buckets
+            ),
             stages=(Stage(index=0, ranks=tuple(range(mesh.world_size)), blocks=(), parameters=tuple(parameters)),),
         )
 
@@ -94,7 +101,7 @@ class Outcome:
         return OperatorDecision(
             target=op.target,
             strategy=strategy,
-            inputs=tuple(ref.op for ref in op.refs),
+            inputs=tuple(f"{ref.op}:{ref.index}" if ref.index else ref.op for ref in op.refs),
             output=op.outputs[0] if op.outputs else None,
             phase=op.phase,
             module=op.module,
@@ -131,10 +138,13 @@ class Outcome:
         return tuple(_issued(self))
 
     def collectives(self, mesh: Mesh) -> tuple[Collective, ...]:
-        """Return the collectives of one step, equal ones counted together, in program order."""
-        counted = Counter((m.message, m.phase, m.tensor_rep, m.overlapped) for m in self.messages())
+        """Return the collectives of one step, equal ones counted together, in program order; merged ones last."""
+        merged = {each.name for run in self.buckets for each in run}
+        counted = Counter(
+            (m.message, m.phase, m.tensor_rep, m.overlapped) for m in self.messages() if m.gradient not in merged
+        )
         by_name = self.graph.by_name
-        return tuple(
+        alone = tuple(
             Collective(
                 op=message.op,
                 axis=mesh.axes[message.axis].name,
@@ -148,6 +158,61 @@ class Outcome:
             )
             for (message, phase, rep, overlapped), count in counted.items()
         )
+        return alone + tuple(self._bucket(run, mesh) for run in self.buckets)
+
+    def _bucket(self, run: Sequence[Reduction], mesh: Mesh) -> Collective:
+        message = Message("all_reduce", run[0].axis, sum(each.bytes for each in run))
+        axis = mesh.axes[message.axis].name
+        return Collective(
+            op=message.op,
+            axis=axis,
+            level=self.links.level(message.axis),
+            bytes=message.bytes,
+            count=1,
+            phase="backward",
+            tensor=str(Bucket(axis=axis, gradients=tuple(each.name for each in run))),
+            overlapped=True,
+            predicted_s=self.links.message_s(message),
+        )
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[Reduction, ...], ...]:
+        """Return the reductions of gradients that travel together, those that go by themselves left out."""
+        clock, end_s = self._backward_clock()
+        of: dict[tuple[int, str], list[Reduction]] = {}
+        sources = {o.name: o.ref for o in self.graph.outputs if o.kind == "gradient" and o.ref is not None}
+        names = {self.graph.by_name[name].target: ref for name, ref in sources.items()}
+        for issued in self.messages():
+            if issued.gradient:
+                ref, message = names[issued.gradient], issued.message
+                dtype = self.graph.meta(ref).dtype
+                made = Reduction(issued.gradient, message.axis, message.bytes, dtype, clock[ref.op])
+                of.setdefault((message.axis, dtype), []).append(made)
+        runs: list[tuple[Reduction, ...]] = []
+        for (axis, _), reductions in of.items():
+            known: dict[int, float] = {}
+
+            def seconds(size: int, axis: int = axis, known: dict[int, float] = known) -> float:
+                if size not in known:
+                    known[size] = self.links.message_s(Message("all_reduce", axis, size))
+                return known[size]
+
+            found = bucketed(reductions, seconds, end_s, self.links.blocking_s(axis))
+            runs += [tuple(run) for run in found if len(run) > 1]
+        return tuple(runs)
+
+    def _backward_clock(self) -> tuple[dict[str, float], float]:
+        """Return when each operator of the backward pass is done, computation alone, and when the last is."""
+        spent: dict[str, float] = {}
+        clock: dict[str, float] = {}
+        now = 0.0
+        for op in self.graph.ops:
+            rep = self.graph.representative(op.name)
+            if rep not in spent:
+                spent[rep] = self._operator(self.graph.by_name[rep], 1).predicted_s
+            now += spent[rep] if op.phase == "backward" else 0.0
+            clock[op.name] = now
+        return clock, now
 
     def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
         """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""
@@ -234,6 +299,8 @@ class Issued:
     phase: str
     tensor_rep: str
     overlapped: bool
+    gradient: str = ""
+    """The parameter, if this is the sum of its gradient, all that brings it to its place."""
 
 
 def roots_of(graph: Graph) -> dict[str, str]:
@@ -289,5 +356,8 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
         if have == need or key in done:
             continue
         done.add(key)
-        for message in links.route_messages(have, need, graph.meta(output.ref)):
-            yield Issued(message, phase, source, output.ref.op in ends)
+        messages = links.route_messages(have, need, graph.meta(output.ref))
+        summed = output.kind == "gradient" and [message.op for message in messages] == ["all_reduce"]
+        gradient = graph.by_name[output.name].target if summed and output.ref.op in ends else ""
+        for message in messages:
+            yield Issued(message, phase, source, output.ref.op in ends, gradient)

@@ -35,7 +35,7 @@ class OperatorDecision:
     target: str
     strategy: MeshStrategy
     inputs: tuple[str, ...] = ()
-    """Names of the operators it reads (of the first of the equal ones), in `Op.refs` order."""
+    """Names of the operators it reads (of the first of the equal ones), in `Op.refs` order; `NAME:1`: its output 1."""
 
     output: TensorMeta | None = None
     """Global shape and dtype of its first output."""
@@ -66,6 +66,18 @@ class Collective:
     overlapped: bool
     predicted_s: float
     """Of all `count` together, overlap not subtracted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients whose sums over the ranks of one axis are issued as one collective."""
+
+    axis: str
+    gradients: tuple[str, ...]
+    """Names of the parameters, in the order in which their gradients become ready."""
+
+    def __str__(self) -> str:
+        return f"{len(self.gradients)} gradients, {self.gradients[0]} to {self.gradients[-1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +115,9 @@ class Decisions:
     """By output name: layout of each user-visible output."""
 
     collectives: tuple[Collective, ...]
+    buckets: tuple[Bucket, ...] = ()
+    """Reductions that travel together; every other one goes by itself."""
+
     stages: tuple[Stage, ...] = ()
     schedule: Schedule = field(default_factory=Schedule)
     recompute: Mapping[str, str] = field(default_factory=dict)

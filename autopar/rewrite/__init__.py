@@ -16,6 +16,7 @@ from autopar.ir.graph import Graph, Ref
 from autopar.ir.placement import Layout
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
+from autopar.rewrite.buckets import MergeReductions
 from autopar.rewrite.device import passes_for
 from autopar.rewrite.emitted import emitted
 from autopar.rewrite.inputs import batch_axes, batch_layout
@@ -73,6 +74,8 @@ def rewrite(
         if phase is not None:
             applied += run_passes(phase, _PHASE)
     draft = None if cut.backward is None else fx.GraphModule(cut.backward, copied(cut.backward.graph))
+    if cut.backward is not None:
+        applied += run_passes(cut.backward, (MergeReductions(decisions.buckets),))
     for phase in (cut.forward, cut.backward):
         if phase is not None:
             applied += run_passes(phase, LAST)

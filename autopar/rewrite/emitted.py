@@ -27,12 +27,14 @@ def emitted(gm: fx.GraphModule, axes: Collection[str]) -> Iterator[Emitted]:
             raise RewriteError(
                 f"{node.name} works on group {node.args[-1]!r}, and the mesh has the axes {sorted(axes)}"
             )
-        size = max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))
+        size = max(_bytes(node.meta["val"]), sum(_bytes(each.meta["val"]) for each in node.all_input_nodes))
         found = mark(node)
         yield Emitted(op, str(node.args[-1]), size, found.phase, found.moves)
 
 
 def _bytes(value: Any) -> int:
+    if isinstance(value, list):
+        return sum(map(_bytes, value))
     if not isinstance(value, torch.Tensor):
         raise RewriteError(f"a collective moves {type(value).__name__}, no tensor")
     return math.prod(value.shape) * value.element_size()

@@ -56,6 +56,13 @@ class ReduceIntoDead:
                 node.target = C10D.all_reduce_.default
                 memory.merge(value, node)
                 changed += 1
+        for node in gm.graph.find_nodes(op="call_function", target=C10D.all_reduce_coalesced.default):
+            values = node.args[0]
+            if all(memory.is_free_at(value, node, issuing=True) for value in values):
+                node.target = C10D.all_reduce_coalesced_.default
+                for part in node.users:
+                    memory.merge(values[part.args[1]], part)
+                changed += len(values)
         return changed
 
 

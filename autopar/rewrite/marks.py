@@ -19,6 +19,8 @@ WAIT = C10D.wait_tensor.default
 COLLECTIVES = {
     C10D.all_reduce.default: "all_reduce",
     C10D.all_reduce_.default: "all_reduce",
+    C10D.all_reduce_coalesced.default: "all_reduce",
+    C10D.all_reduce_coalesced_.default: "all_reduce",
     C10D.all_gather_into_tensor.default: "all_gather",
     C10D.reduce_scatter_tensor.default: "reduce_scatter",
     C10D.all_to_all_single.default: "all_to_all",
