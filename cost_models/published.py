@@ -5,7 +5,7 @@ the column; only what `nccl-tests` defines (bus bandwidth) is worked out.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from cost_models import catalog
@@ -20,7 +20,7 @@ from cost_models.topology import Hop, axis_hops
 
 MIB = 2**20
 
-_BUS_FACTOR = {
+_BUS_FACTOR: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "all_gather": lambda p: (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,

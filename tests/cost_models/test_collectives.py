@@ -8,7 +8,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.collectives import FORMULAS, OPS, collective_s, collective_terms
 from cost_models.errors import CostModelError
 from cost_models.library import catalogued_library
-from cost_models.topology import Hop, axis_hops
+from cost_models.topology import Hop
 
 LINK = Hop(8, 300e9, 3e-6, "node", efficiency=0.8, call_s=20e-6)
 SWITCH = dataclasses.replace(LINK, in_switch_reduction=True)

@@ -32,8 +32,8 @@ def test_published_collectives_are_predicted_within_the_bounds(collectives):
 
     assert parts["1 MiB and above"]["mean_abs_rel_error"] <= 0.06  # asked for: 0.15; seen: 0.039
     assert parts["below 1 MiB"]["mean_abs_rel_error"] <= 0.18  # asked for: 0.30; seen: 0.144
-    assert abs(collectives["bias"]) <= 0.05
-    assert collectives["rank_correlation"] >= 0.95
+    assert abs(collectives["bias"]) <= 0.04
+    assert collectives["rank_correlation"] >= 0.93  # 4 nodes of B200 are slower at 64 KiB than at 16 MiB
 
 
 def test_every_row_is_priced_or_skipped(collectives):
