@@ -12,6 +12,7 @@ from cost_models import catalog
 from cost_models.cluster_file import Parts, parts_document, preset_node, read_parts, shorthand_node
 from cost_models.device import DeviceSpec
 from cost_models.errors import ClusterError, suggestion
+from cost_models.library import Library, library_of
 from cost_models.node import Level, LinkSpec, NetworkLevel, NodeGroup, NodeSpec
 
 __all__ = ["ClusterSpec", "DeviceSpec", "Level", "LinkSpec", "NetworkLevel", "NodeGroup", "NodeSpec"]
@@ -157,6 +158,7 @@ class ClusterSpec:
 
     def _network_levels(self) -> tuple[Level, ...]:
         nics = [group.node.nic for group in self.groups if group.node.nic is not None]
+        library = _library([group.node for group in self.groups])
         slowest = min(nics, key=lambda nic: nic.bytes_per_s * nic.efficiency)
         described = self.network or (NetworkLevel("rack"),)
         levels = []
@@ -174,6 +176,7 @@ class ClusterSpec:
                     in_switch_reduction=False,
                     efficiency=slowest.efficiency,
                     call_s=max(nic.call_overhead_s for nic in nics),
+                    library=library,
                 )
             )
             nodes_inside *= fanout
@@ -217,7 +220,8 @@ class ClusterSpec:
 def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:
     links = [node.links for node in nodes if node.links is not None]
     if not links:  # one device a node: nothing to join, the level is a copy in its memory
-        return Level("node", fanout, min(node.device.memory_bytes_per_s for node in nodes), 0.0, "host", False)
+        memory_bytes_per_s = min(node.device.memory_bytes_per_s for node in nodes)
+        return Level("node", fanout, memory_bytes_per_s, 0.0, "host", False, library=_library(nodes))
     slowest = min(links, key=lambda link: link.bytes_per_s * link.efficiency)
     return Level(
         name="node",
@@ -228,7 +232,14 @@ def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:
         in_switch_reduction=all(link.in_switch_reduction for link in links),
         efficiency=slowest.efficiency,
         call_s=max(link.call_overhead_s for link in links),
+        library=_library(nodes),
     )
+
+
+def _library(nodes: list[NodeSpec]) -> Library:
+    """Return the library of a group that spans the nodes; one CPU host among them makes all of them use gloo."""
+    kinds = {node.device.kind for node in nodes}
+    return library_of("cpu" if "cpu" in kinds else "gpu")
 
 
 def _same_device(a: DeviceSpec, b: DeviceSpec) -> bool:

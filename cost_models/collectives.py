@@ -11,19 +11,29 @@ Symbols, used by every formula here:
 
 Every algorithm is a latency A (summed over levels), a transfer N (the slowest
 level: chunks are pipelined through the levels) and a fill, the price of cutting
-the message into chunks: the best number of chunks costs 2 sqrt(A N) on top (fitted
-to nccl-tests, the factor came out as 1.06 of that; it is left at 1).
+the message into chunks. The best number of chunks costs 2 sqrt(A N) on top; NCCL's
+chunks end at the size of its buffers, so that its fill ends at a multiple of A.
+
+The library of the group (`Hop.library`) has these algorithms of all_reduce, and `auto` takes the
+fastest for each size:
+    ring              NCCL: p chunks go round, so nothing is left to fill, and every step waits for a
+                      whole chunk (`ring_latency_factor`). gloo: chunks as in a tree.
+    low_latency_ring  NCCL's LL protocol: flags travel with the data, a quarter of the bandwidth
+    tree              two binary trees over each level: an inner endpoint of one is a leaf of the other, so
+                      each sends n/2 up and n/2 to two children in one and n/2 up in the other: 2 n at most
+    in_switch         NVLS in the node, trees over the other levels (NVLSTree)
+    hierarchical      gloo: one ring a level
 
 Sources: ring and pairwise exchange: Thakur, Rabenseifner & Gropp, "Optimization
 of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005. Double
 binary tree: Sanders, Speck & Traeff, "Two-tree algorithms for full bandwidth
 broadcast, reduction and scan", Parallel Computing 35, 2009. In-switch
 reduction: every rank sends n once and receives n / p besides what it owns (or
-the reverse), hence n (1 + 1/p); agrees with NCCL's NVLS on 5 to 8 H200 within
-2 % (validation/collectives.csv).
+the reverse), hence n (1 + 1/p). The constants, with what they are fitted to:
+catalogue, `libraries`; predicted beside measured: docs/accuracy.md.
 
-Not modelled: contention between collectives of different axes, stragglers, and
-the switching of protocols (LL, LL128, Simple) that NCCL does at fixed sizes.
+Not modelled: contention between collectives of different axes, stragglers, the
+LL128 protocol, and sizes at which NCCL takes another algorithm than the fastest.
 """
 
 import math
@@ -36,15 +46,10 @@ import numpy.typing as npt
 
 from cost_models.errors import CostModelError, suggestion
 from cost_models.formula import Formula, registry
+from cost_models.library import Library, nccl
 from cost_models.topology import Hop
 
 FloatArray = npt.NDArray[np.float64]
-
-TREE_EFFICIENCY = 0.92
-"""Bandwidth of a double binary tree over that of a ring: NCCL's own tuning, src/graph/tuning.cc."""
-
-IN_SWITCH_EFFICIENCY = 0.83
-"""Bandwidth of in-switch reduction over a ring's on the same links: fitted to 4 to 8 H200 and B200 devices."""
 
 _THAKUR = "Thakur, Rabenseifner & Gropp 2005"
 _LEVEL = (
@@ -68,9 +73,25 @@ FORMULAS: Mapping[str, Formula] = registry(
         _PARTS_OF_TOTAL,
         "optimal chunking of a pipeline: Sanders, Speck & Traeff 2009, section 2",
     ),
+    Formula(
+        "chunked",
+        "call + A + Min(2*c*sqrt(A*N), l*A) + N",
+        (
+            *_PARTS_OF_TOTAL,
+            ("c", "fill over that of the best number of chunks"),
+            ("l", "fill with the largest chunks, in units of A"),
+        ),
+        "as `total`, with chunks that end at the library's buffers",
+    ),
     Formula("gather_transfer", "n*(r - 1)/r/B", _LEVEL, _THAKUR),
     Formula("all_reduce_transfer", "2*n*(r - 1)/r/B", _LEVEL, _THAKUR),
     Formula("in_switch_transfer", "n*(1 + 1/r)/B", _LEVEL, "counting what a rank sends; NCCL NVLS"),
+    Formula(
+        "two_tree_transfer",
+        "n*Min(r/2, 2)/B",
+        _LEVEL,
+        "counting what an endpoint of two binary trees sends; of 2 endpoints each sends n, from 4 on some send 2 n",
+    ),
     Formula("broadcast_transfer", "n/B", _LEVEL, "Sanders, Speck & Traeff 2009"),
     Formula(
         "all_to_all_transfer",
@@ -84,6 +105,12 @@ FORMULAS: Mapping[str, Formula] = registry(
         f"{_THAKUR} (pairwise exchange), all that leaves an endpoint",
     ),
     Formula("ring_latency", "(r - 1)*alpha", _LATENCY, _THAKUR),
+    Formula(
+        "chunk_ring_latency",
+        "s*(r - 1)*alpha",
+        (("s", "latency of a chunk at full bandwidth over a small message's"), *_LATENCY),
+        f"{_THAKUR}; NCCL's Simple protocol",
+    ),
     Formula("tree_latency", "ceiling(log(r)/log(2))*alpha", _LATENCY, "Sanders, Speck & Traeff 2009"),
     Formula("message_latency", "alpha", (("alpha", "latency of one message, s"),), "one message"),
 )
@@ -144,23 +171,39 @@ def collective_terms(op: str, full_bytes: float, hops: Sequence[Hop], algorithm:
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point")
 
-_ALGORITHMS_OF: Mapping[str, tuple[str, ...]] = {
-    "all_reduce": ("ring", "tree", "hierarchical", "in_switch"),
-    "all_gather": ("ring", "hierarchical"),
-    "reduce_scatter": ("ring", "hierarchical"),
-    "all_to_all": ("pairwise",),
-    "broadcast": ("tree",),
-    "point_to_point": ("direct",),
+_RINGS = ("ring", "low_latency_ring")
+_ALGORITHMS_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "nccl": {
+        "all_reduce": (*_RINGS, "tree", "in_switch"),
+        "all_gather": _RINGS,
+        "reduce_scatter": _RINGS,
+        "all_to_all": ("pairwise",),
+        "broadcast": ("tree",),
+        "point_to_point": ("direct",),
+    },
+    "gloo": {
+        "all_reduce": ("ring", "tree", "hierarchical", "in_switch"),
+        "all_gather": ("ring", "hierarchical"),
+        "reduce_scatter": ("ring", "hierarchical"),
+        "all_to_all": ("pairwise",),
+        "broadcast": ("tree",),
+        "point_to_point": ("direct",),
+    },
 }
-"""NCCL and gloo gather and scatter by rings only; `hierarchical` is one ring a level."""
+"""Of each library, the algorithms that it chooses from; NCCL's rings cross nodes whole, gloo's level by level."""
+
+
+def _library(hops: Sequence[Hop]) -> Library:
+    return hops[0].library if hops else nccl()
 
 
 def _algorithms(op: str, algorithm: str, hops: Sequence[Hop]) -> tuple[str, ...]:
-    if op not in _ALGORITHMS_OF:
+    if op not in OPS:
         message = f"unknown collective {op!r}{suggestion(op, OPS)}; known: {', '.join(OPS)}"
         raise CostModelError(message)
     has_switch = any(hop.in_switch_reduction and hop.ranks > 1 for hop in hops)
-    possible = tuple(each for each in _ALGORITHMS_OF[op] if each != "in_switch" or has_switch)
+    algorithms = _ALGORITHMS_OF[_library(hops).name][op]
+    possible = tuple(each for each in algorithms if each != "in_switch" or has_switch)
     if algorithm == "auto":
         return possible
     if algorithm not in possible:
@@ -172,11 +215,20 @@ def _algorithms(op: str, algorithm: str, hops: Sequence[Hop]) -> tuple[str, ...]
 
 def _terms(op: str, sizes: FloatArray, hops: Sequence[Hop], algorithm: str) -> Terms:
     latency_s, transfer_s, formulas = _PARTS[algorithm](op, sizes, hops)
-    total = FORMULAS["whole_message" if algorithm in ("pairwise", "direct") else "total"]
     call_s = max(hop.call_s for hop in hops)
-    total_s = total.evaluate(call=call_s, A=latency_s, N=transfer_s)
+    total, numbers = _total(algorithm, _library(hops))
+    total_s = total.evaluate(call=call_s, A=latency_s, N=transfer_s, **numbers)
     fill_s = total_s - call_s - latency_s - transfer_s
     return Terms(algorithm, call_s, latency_s, transfer_s, fill_s, (total, *formulas))
+
+
+def _total(algorithm: str, library: Library) -> tuple[Formula, Mapping[str, float]]:
+    """Return the formula that puts the parts together, and the library's own numbers in it."""
+    if algorithm in ("pairwise", "direct") or (library.name == "nccl" and algorithm in _RINGS):
+        return FORMULAS["whole_message"], {}
+    if math.isinf(library.fill_limit):
+        return FORMULAS["total"], {}
+    return FORMULAS["chunked"], {"c": library.chunk_fill, "l": library.fill_limit}
 
 
 _Part = tuple[float, FloatArray, tuple[Formula, ...]]
@@ -184,7 +236,16 @@ _Part = tuple[float, FloatArray, tuple[Formula, ...]]
 
 def _ring(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
     """One ring through all ranks: every step waits for the slowest link."""
-    return _hierarchical(op, sizes, (_flat(hops),))
+    latency_s, transfer_s, formulas = _hierarchical(op, sizes, (_flat(hops),))
+    factor = _library(hops).ring_latency_factor
+    if factor == 1.0:
+        return latency_s, transfer_s, formulas
+    return factor * latency_s, transfer_s, (FORMULAS["chunk_ring_latency"], *formulas[1:])
+
+
+def _low_latency_ring(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
+    latency_s, transfer_s, formulas = _hierarchical(op, sizes, (_flat(hops),))
+    return latency_s, transfer_s / _library(hops).low_latency_rate, formulas
 
 
 def _hierarchical(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
@@ -197,11 +258,15 @@ def _hierarchical(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
 
 
 def _tree(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
+    library = _library(hops)
     rounds = 2 if op == "all_reduce" else 1
-    transfer = FORMULAS["all_reduce_transfer" if op == "all_reduce" else "broadcast_transfer"]
+    both_ways = "two_tree_transfer" if library.name == "nccl" else "all_reduce_transfer"
+    transfer = FORMULAS[both_ways if op == "all_reduce" else "broadcast_transfer"]
     latency = FORMULAS["tree_latency"]
     latency_s = rounds * sum(float(latency.evaluate(r=hop.ranks, alpha=hop.latency_s)) for hop in hops)
-    slowest = [transfer.evaluate(n=sizes, r=hop.ranks, B=hop.achieved_bytes_per_s * TREE_EFFICIENCY) for hop in hops]
+    slowest = [
+        transfer.evaluate(n=sizes, r=hop.ranks, B=hop.achieved_bytes_per_s * library.tree_efficiency) for hop in hops
+    ]
     return latency_s, np.maximum.reduce(slowest), (latency, transfer)
 
 
@@ -209,11 +274,10 @@ def _in_switch(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
     """Reduce in the switch where a level can, a tree on the others (NCCL's NVLS and NVLSTree)."""
     reducing = [hop for hop in hops if hop.in_switch_reduction]
     others = [hop for hop in hops if not hop.in_switch_reduction]
+    efficiency = _library(hops).in_switch_efficiency
     transfer = FORMULAS["in_switch_transfer"]
     latency_s = 2 * sum(hop.latency_s for hop in reducing)
-    slowest = [
-        transfer.evaluate(n=sizes, r=hop.ranks, B=hop.achieved_bytes_per_s * IN_SWITCH_EFFICIENCY) for hop in reducing
-    ]
+    slowest = [transfer.evaluate(n=sizes, r=hop.ranks, B=hop.achieved_bytes_per_s * efficiency) for hop in reducing]
     if not others:
         return latency_s, np.maximum.reduce(slowest), (transfer,)
     tree_latency_s, tree_s, formulas = _tree(op, sizes, others)
@@ -241,6 +305,7 @@ def _direct(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
 
 _PARTS: Mapping[str, Callable[[str, FloatArray, Sequence[Hop]], _Part]] = {
     "ring": _ring,
+    "low_latency_ring": _low_latency_ring,
     "tree": _tree,
     "hierarchical": _hierarchical,
     "in_switch": _in_switch,
@@ -264,4 +329,5 @@ def _flat(hops: Sequence[Hop]) -> Hop:
         latency_s=latency_s / (ranks - 1),
         level="ring",
         efficiency=slowest.efficiency,
+        library=slowest.library,
     )

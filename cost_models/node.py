@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from cost_models import catalog
 from cost_models.device import DeviceSpec
+from cost_models.library import Library, nccl
 
 TOPOLOGIES = ("switch", "mesh", "ring", "pcie", "host", "fat-tree", "torus", "dragonfly")
 """How the endpoints of a level are joined.
@@ -88,6 +89,7 @@ class Level:
     in_switch_reduction: bool
     efficiency: float = 1.0
     call_s: float = 0.0
+    library: Library = field(default_factory=nccl)
 
 
 def catalogued_link(section: str, name: str) -> LinkSpec:

@@ -10,9 +10,10 @@ fill a node before the next one begins. On 8 nodes x 8 devices:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cost_models.errors import ClusterError
+from cost_models.library import Library, nccl
 from cost_models.node import Level
 
 
@@ -35,6 +36,9 @@ class Hop:
 
     call_s: float = 0.0
     """Host and launch share of one call."""
+
+    library: Library = field(default_factory=nccl)
+    """What runs the collectives; the same on all levels of a cluster."""
 
     @property
     def achieved_bytes_per_s(self) -> float:
@@ -81,6 +85,7 @@ def _hop(level: Level, ranks: int, groups_in_endpoint: int) -> Hop:
         in_switch_reduction=level.in_switch_reduction,
         efficiency=level.efficiency,
         call_s=level.call_s,
+        library=level.library,
     )
 
 

@@ -14,6 +14,7 @@ from autopar.cli.plan import plan
 from autopar.cli.run import run
 from autopar.cli.schema import schema
 from autopar.cli.show import show
+from autopar.cli.validate import validate
 from autopar.errors import UsageError
 from autopar.version import __version__
 
@@ -55,7 +56,7 @@ def _need_command(context: typer.Context) -> None:
         raise typer.Exit(UsageError.exit_code)
 
 
-for _command in (plan, show, explain, diff, check, run, schema):
+for _command in (plan, show, explain, diff, check, validate, run, schema):
     app.command(name=_command.__name__)(_command)
 app.add_typer(cluster, name="cluster")
 

@@ -27,6 +27,7 @@ _FILES = {
     "links": ("fabrics.yaml",),
     "nics": ("fabrics.yaml",),
     "nodes": ("nodes.yaml",),
+    "libraries": ("libraries.yaml",),
 }
 _BYTE_UNITS = frozenset({"B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"})
 
@@ -47,7 +48,7 @@ Entry = Mapping[str, "Figure | Mapping[str, Figure]"]
 
 
 def names(section: str) -> tuple[str, ...]:
-    """Return the names of `section` (devices, nodes, links or nics) in catalogue order."""
+    """Return the names of `section` (devices, nodes, links, nics or libraries) in catalogue order."""
     return tuple(_section(section))
 
 
@@ -66,7 +67,7 @@ def entry(section: str, name: str) -> Entry:
 def unknown_entry(section: str, name: str) -> ClusterError:
     """Return the error for a name that the catalogue does not hold."""
     known = names(section)
-    singular = section.removesuffix("s")
+    singular = "library" if section == "libraries" else section.removesuffix("s")
     return ClusterError(
         f"unknown {singular} preset {name!r}{suggestion(name, known)}; known {singular} presets: {', '.join(known)}"
     )

@@ -47,6 +47,16 @@ def test_commands_that_capture_nothing_load_no_heavy_library(argv: list[str], sm
     assert done.stderr.splitlines()[-1] == "loaded []"
 
 
+def test_validation_loads_sympy_for_its_formulas_and_nothing_else():
+    rows = Path(__file__).parents[2] / "benchmarks" / "data" / "matmul_achievable.csv"
+
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, "validate", str(rows)], capture_output=True, text=True, check=False
+    )
+
+    assert done.stderr.splitlines()[-1] == "loaded ['sympy']"
+
+
 def test_importing_autopar_loads_no_torch():
     code = "import sys, autopar; autopar.Plan, autopar.AutoparError, autopar.ClusterSpec; print('torch' in sys.modules)"
 

@@ -6,12 +6,12 @@ from cost_models.cluster import ClusterSpec
 from cost_models.device import catalogued_device, sources
 from cost_models.errors import ClusterError, CostModelError
 
-SECTIONS = ("devices", "nodes", "links", "nics")
+SECTIONS = ("devices", "nodes", "links", "nics", "libraries")
 ENTRIES = [(section, name) for section in SECTIONS for name in catalog.names(section)]
 PROMISED = (
     *("v100-16gb", "v100-32gb", "a100-sxm-40gb", "a100-sxm-80gb", "a100-pcie-40gb", "a100-pcie-80gb"),
-    *("h100-sxm-80gb", "h100-pcie-80gb", "h100-sxm-96gb-hbm2e", "h200", "b200"),
-    *("l4", "l40s", "a10g", "rtx-4090", "mi250x", "mi300x", "cpu"),
+    *("h100-sxm-80gb", "h100-pcie-80gb", "h100-sxm-96gb-hbm2e", "h200", "gh200", "b200", "b300", "gb200"),
+    *("l4", "l40s", "a10g", "rtx-4090", "mi250x", "mi300x", "mi325x", "mi355x", "cpu"),
 )
 
 

@@ -227,7 +227,7 @@ SPARSE = [
     (
         "devices/a100/compute/bf16",
         "312PFLOP/s",
-        "312 PFLOP/s is 139 times the dense 2.25 PFLOP/s of b200; check the unit",
+        "312 PFLOP/s is 124 times the dense 2.517 PFLOP/s of mi355x; check the unit",
     ),
 ]
 

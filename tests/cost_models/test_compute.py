@@ -27,7 +27,7 @@ CATALOGUED = {
 
 
 def best_rows():
-    with (Path(__file__).parent / "data" / "matmul_achievable.csv").open() as file:
+    with (Path(__file__).parents[2] / "benchmarks" / "data" / "matmul_achievable.csv").open() as file:
         for row in csv.DictReader(file):
             if row["gpu"] in CATALOGUED:
                 m, n, k = (int(size) for size in row["best_shape_mxnxk"].split("x"))

@@ -1,0 +1,55 @@
+"""Predictions beside published measurements, as tables for the terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.figures import format_seconds
+
+_SKIPPED_SHOWN = 20
+_WIDTH = 120
+
+
+def validation_text(document: Mapping[str, Any]) -> str:
+    """Return the report of `autopar validate` as text: errors in all and by source, worst rows, rows skipped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    errors = Table("rows of", "rows", "median", "mean", "bias", title=str(document["format"]), title_justify="left")
+    for column in errors.columns[1:]:
+        column.justify = "right"
+    for name, each in (*document["parts"].items(), *document["sources"].items(), ("all", document)):
+        errors.add_row(name, str(each["rows"]), *(_percent(each[key], signed) for key, signed in _COLUMNS))
+    worst = Table("line", "worst rows", "measured", "predicted", "error")
+    for each in document["worst"]:
+        seconds = (format_seconds(each[key]) for key in ("measured_s", "predicted_s"))
+        worst.add_row(str(each["line"]), each["row"], *seconds, _percent(each["rel_error"], signed=True))
+    out = io.StringIO()
+    console = Console(file=out, width=_WIDTH, no_color=True, markup=False, highlight=False)
+    console.print(errors)
+    if document["worst"]:
+        console.print(worst)
+    return out.getvalue() + _footer(document)
+
+
+_COLUMNS = (("median_abs_rel_error", False), ("mean_abs_rel_error", False), ("bias", True))
+
+
+def _footer(document: Mapping[str, Any]) -> str:
+    lines = []
+    if document["rank_correlation"] is not None:
+        lines.append(f"rank correlation within groups: {document['rank_correlation']:.3f}")
+    skipped = document["skipped_rows"]
+    lines.append(f"skipped: {len(skipped)}")
+    lines += [f"  line {each['line']}: {each['reason']}" for each in skipped[:_SKIPPED_SHOWN]]
+    if len(skipped) > _SKIPPED_SHOWN:
+        lines.append(f"  and {len(skipped) - _SKIPPED_SHOWN} more (--json lists all)")
+    return "\n".join([*lines, ""])
+
+
+def _percent(value: float | None, signed: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.1%}" if signed else f"{value:.1%}"

@@ -1,0 +1,186 @@
+"""Predictions beside published measurements: a file of rows to errors, per source and in all.
+
+The format of a file is known by its columns. A row that cannot be priced is
+skipped with its reason; nothing in it is guessed.
+"""
+
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.errors import CostModelError
+from cost_models.published import Priced, price_collective, price_matmul
+
+WORST = 5
+"""How many rows of largest error a report names."""
+
+
+class ValidationError(CostModelError):
+    """A file of measurements that cannot be read at all."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of table: the columns that tell it, and what prices one of its rows."""
+
+    name: str
+    columns: tuple[str, ...]
+    price: Callable[[Mapping[str, str], int], Priced] | None
+    """None: the format is known and rows of it cannot be priced."""
+
+
+FORMATS = (
+    Format("training steps", ("framework", "device", "gpus", "tp", "pp", "measured_step_s"), None),
+    Format("collectives", ("source", "hardware", "nodes", "gpus", "op", "bytes"), price_collective),
+    Format("achievable matmuls", ("gpu", "dtype", "achieved", "best_shape_mxnxk"), price_matmul),
+)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that was not priced, and why."""
+
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What became of the rows of one file."""
+
+    format: str
+    priced: tuple[Priced, ...]
+    skipped: tuple[Skipped, ...]
+
+    def document(self) -> dict[str, Any]:
+        """Return the report of `autopar validate --json`.
+
+        Relative errors are predicted over measured, less 1; `bias` is their
+        mean. `rank_correlation` is Spearman's, averaged over groups of at
+        least three rows that differ in size only, by rows.
+        """
+        sources = dict.fromkeys(each.source for each in self.priced)
+        parts = dict.fromkeys(each.part for each in self.priced if each.part)
+        worst = sorted(self.priced, key=lambda each: -abs(each.error))[:WORST]
+        return {
+            "format": self.format,
+            **statistics(self.priced),
+            "skipped": len(self.skipped),
+            "rank_correlation": rank_correlation(self.priced),
+            "memory_mean_abs_rel_error": None,
+            "parts": {part: statistics(each for each in self.priced if each.part == part) for part in parts},
+            "sources": {name: statistics(each for each in self.priced if each.source == name) for name in sources},
+            "worst": [
+                {
+                    "line": each.line,
+                    "row": each.label,
+                    "measured_s": each.measured_s,
+                    "predicted_s": each.predicted_s,
+                    "rel_error": each.error,
+                }
+                for each in worst
+            ],
+            "skipped_rows": [{"line": each.line, "reason": each.reason} for each in self.skipped],
+        }
+
+
+def validate(path: Path) -> Validation:
+    """Return every row of the file priced or skipped.
+
+    Raises `ValidationError` where the file cannot be read, its columns are
+    those of no known format, or the format cannot be priced.
+    """
+    header, rows = _read(path)
+    form = _format(path, header)
+    if form.price is None:
+        raise ValidationError(f"{path}: pricing rows of {form.name} is not supported yet")
+    priced: list[Priced] = []
+    skipped: list[Skipped] = []
+    for line, cells in rows:
+        if len(cells) != len(header):
+            skipped.append(Skipped(line, f"has {len(cells)} values for {len(header)} columns"))
+            continue
+        try:
+            priced.append(form.price(dict(zip(header, cells, strict=True)), line))
+        except CostModelError as error:
+            skipped.append(Skipped(line, str(error)))
+    return Validation(form.name, tuple(priced), tuple(skipped))
+
+
+def statistics(rows: Iterable[Priced]) -> dict[str, float | int | None]:
+    """Return how many rows, and median, mean and bias of their relative errors; None for no rows."""
+    errors = np.array([each.error for each in rows])
+    if not errors.size:
+        return {"rows": 0, "median_abs_rel_error": None, "mean_abs_rel_error": None, "bias": None}
+    return {
+        "rows": errors.size,
+        "median_abs_rel_error": float(np.median(np.abs(errors))),
+        "mean_abs_rel_error": float(np.mean(np.abs(errors))),
+        "bias": float(np.mean(errors)),
+    }
+
+
+def rank_correlation(rows: Sequence[Priced]) -> float | None:
+    """Return Spearman's correlation of predicted and measured times within groups, weighted by rows.
+
+    Groups of fewer than three rows say nothing; None where there are no others.
+    """
+    groups: dict[str, list[Priced]] = {}
+    for each in rows:
+        groups.setdefault(each.group, []).append(each)
+    large = [group for group in groups.values() if len(group) >= 3]
+    if not large:
+        return None
+    weighted = [
+        len(group) * _spearman(np.array([each.predicted_s for each in group]), [each.measured_s for each in group])
+        for group in large
+    ]
+    return float(sum(weighted) / sum(map(len, large)))
+
+
+def _spearman(predicted: npt.NDArray[np.float64], measured: Sequence[float]) -> float:
+    a, b = _ranks(predicted), _ranks(np.array(measured))
+    if not a.std() or not b.std():
+        return 0.0
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the ranks of the values; equal values share the mean of theirs."""
+    below = (values[:, None] > values).sum(axis=1)
+    equal = (values[:, None] == values).sum(axis=1)
+    return np.asarray(below + (equal - 1) / 2, dtype=np.float64)
+
+
+def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            rows = [(reader.line_num, cells) for cells in reader if cells]
+    except OSError as error:
+        raise ValidationError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValidationError(f"{path}: is no CSV file: {error}") from None
+    if not header:
+        raise ValidationError(f"{path}: is empty; its first line must name the columns")
+    if len(set(header)) != len(header):
+        twice = next(name for name in header if header.count(name) > 1)
+        raise ValidationError(f"{path}: names column {twice!r} twice")
+    return header, rows
+
+
+def _format(path: Path, header: Sequence[str]) -> Format:
+    for form in FORMATS:
+        if set(form.columns) <= set(header):
+            return form
+    known = "; ".join(f"{form.name}: {', '.join(form.columns)}" for form in FORMATS)
+    nearest = max(FORMATS, key=lambda form: len(set(form.columns) & set(header)) / len(form.columns))
+    missing = ", ".join(name for name in nearest.columns if name not in header)
+    near = f" (as {nearest.name}, it lacks {missing})" if set(nearest.columns) & set(header) else ""
+    raise ValidationError(f"{path}: its columns are those of no known table{near}; known are {known}")

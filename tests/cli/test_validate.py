@@ -1,0 +1,98 @@
+"""`autopar validate`: tables or JSON on stdout, one message and status 2 for files that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import main
+from autopar.report.validation import validation_text
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data"
+ROWS = """gpu,dtype,achieved,best_shape_mxnxk
+NVIDIA H100 SXM,bf16,794.5,2048x2048x13312
+Intel Gaudi 3,bf16,1243.0,16384x4096x768
+"""
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.csv"
+    path.write_text(ROWS)
+    return path
+
+
+def test_skipped_rows_are_listed_and_no_failure(rows: Path, capsys: Out):
+    assert main(["validate", str(rows)]) == 0
+
+    out, err = capsys.readouterr()
+    assert "bf16 matmul 2048 x 2048 x 13312 on NVIDIA H100 SXM" in out
+    assert "skipped: 1\n  line 3: gpu 'Intel Gaudi 3' names no device of the catalogue" in out
+    assert err == ""
+
+
+def test_json_has_every_row_priced_or_skipped(rows: Path, capsys: Out):
+    assert main(["validate", str(rows), "--json"]) == 0
+
+    document = json.loads(capsys.readouterr().out)
+    assert (document["rows"], document["skipped"]) == (1, 1)
+    assert document["skipped_rows"][0]["line"] == 3
+    assert document["sources"]["matmul_achievable"]["rows"] == 1
+
+
+def test_the_published_collectives_fit_the_terminal(capsys: Out):
+    assert main(["validate", str(DATA / "collectives.csv")]) == 0
+
+    out = capsys.readouterr().out
+    assert "1 MiB and above" in out
+    assert "rank correlation within groups: 0.9" in out
+    assert max(map(len, out.splitlines()[:20])) <= 120
+
+
+WRONG = [
+    ("", "is empty; its first line must name the columns"),
+    ("hardware,speed\nH100,1\n", "its columns are those of no known table (as collectives, it lacks source, nodes"),
+    ('gpu,dtype,achieved,best_shape_mxnxk\n"NVIDIA\n', "is no CSV file"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_file_of_no_known_table_is_a_wrong_input(rows: Path, capsys: Out, text: str, message: str):
+    rows.write_text(text)
+
+    assert main(["validate", str(rows)]) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"autopar: {rows}: ")
+    assert message in err
+
+
+def test_training_steps_are_refused_in_one_line(capsys: Out):
+    path = DATA / "training_steps.csv"
+
+    assert main(["validate", str(path)]) == 2
+    assert capsys.readouterr().err == f"autopar: {path}: pricing rows of training steps is not supported yet\n"
+
+
+def test_a_report_of_nothing_says_so():
+    empty = {"rows": 0, "median_abs_rel_error": None, "mean_abs_rel_error": None, "bias": None}
+    document = {
+        "format": "collectives",
+        **empty,
+        "rank_correlation": None,
+        "parts": {},
+        "sources": {},
+        "worst": [],
+        "skipped_rows": [{"line": line, "reason": "why"} for line in range(2, 25)],
+    }
+
+    text = validation_text(document)
+
+    assert "worst rows" not in text
+    assert "skipped: 23" in text
+    assert text.endswith("and 3 more (--json lists all)\n")
