@@ -16,17 +16,14 @@ _IDLE = "."
 _WIDTH = 120
 """Columns of time where nothing else is asked for."""
 
-_NARROWEST = 3
-"""Columns that the shortest action gets where the width allows: a letter, a digit and a dash."""
-
 
 def schedule_picture(timeline: Timeline, width: int = _WIDTH) -> str:
     """Return the picture, with the scale, the legend and the bubble below; time takes at most `width` columns."""
     makespan_s = timeline.makespan_s
     if not makespan_s:
         return "nothing takes any time\n"
-    columns = _columns(timeline, width)
     several = any(len({event.action.stage for event in rank.events}) > 1 for rank in timeline.ranks)
+    columns = _columns(timeline, width, several)
     margin = len(f"rank {len(timeline.ranks) - 1}")
     lines = []
     for number, rank in enumerate(timeline.ranks):
@@ -41,11 +38,12 @@ def schedule_picture(timeline: Timeline, width: int = _WIDTH) -> str:
     return "\n".join([*lines, ""])
 
 
-def _columns(timeline: Timeline, width: int) -> int:
-    """Return the columns that show the shortest action as `_NARROWEST`, or `width` where these are too many."""
-    lengths = [event.end_s - event.start_s for rank in timeline.ranks for event in rank.events]
-    shortest_s = min(length for length in lengths if length > 0)
-    return min(width, max(1, round(_NARROWEST * timeline.makespan_s / shortest_s)))
+def _columns(timeline: Timeline, width: int, several: bool) -> int:
+    """Return the columns in which the shortest action shows the longest label and a dash; `width` if too many."""
+    events = [event for rank in timeline.ranks for event in rank.events]
+    shortest_s = min(event.end_s - event.start_s for event in events if event.end_s > event.start_s)
+    longest = max(len(_label(event, several)) for event in events)
+    return min(width, max(1, round((longest + 1) * timeline.makespan_s / shortest_s)))
 
 
 def _row(rank: RankTimeline, columns_per_s: float, columns: int, several: bool) -> str:
@@ -58,6 +56,10 @@ def _row(rank: RankTimeline, columns_per_s: float, columns: int, several: bool) 
 
 def _cell(event: Event, width: int, several: bool) -> str:
     """Return an action in exactly `width` columns; one narrower than a column is not seen."""
+    label = _label(event, several)
+    return label.ljust(width, "-") if len(label) <= width else event.action.kind.ljust(width, "-")[:width]
+
+
+def _label(event: Event, several: bool) -> str:
     action = event.action
-    label = str(action) if several else f"{action.kind}{action.microbatch}"
-    return label.ljust(width, "-") if len(label) <= width else action.kind.ljust(width, "-")[:width]
+    return str(action) if several else f"{action.kind}{action.microbatch}"
