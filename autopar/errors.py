@@ -50,3 +50,7 @@ class RanksDisagreeError(AutoparError):
     """Ranks hold different plans or programs; all of them stop."""
 
     exit_code = 5
+
+
+class ScheduleError(AutoparError):
+    """A pipeline schedule cannot run: actions missing or doubled, ranks waiting for one another, too little memory."""
