@@ -128,6 +128,9 @@ class Planner:
                 return self._finish(best, solved, time.monotonic() - started)
             if self._interrupted:
                 raise KeyboardInterrupt
+            stopped = sum(one.solution.status == "time_limit" for one in solved)
+            if stopped:
+                raise infeasible.no_time(self.options.time_limit, stopped, len(solved))
         raise self._infeasible(graph, wishes, solved[-len(meshes) :])
 
     def _recompute_ways(self) -> tuple[Recompute, ...]:
@@ -140,7 +143,8 @@ class Planner:
     def follow(self, known: Decisions) -> Decisions:
         """Return decisions for a program of a model whose parameters already are where `known` says.
 
-        For evaluation: the mesh and the parameters are given, only the operators are open.
+        For evaluation: the mesh, what its axes are for, and the parameters are given, only the operators are open;
+        where nothing fits so, the axes are open, too.
 
         Raises:
             InfeasibleError: no plan fits beside the parameters.
@@ -148,14 +152,25 @@ class Planner:
         wishes = Wishes(fixed={}, forbidden=(), zero=None, constraints=(), resting=known.parameters)
         graph = unfold_if_split(self.program.graph, wishes)
         axes = known.mesh.axes
-        candidate = tuple(
+        open_axes = tuple(
             MeshAxis("free" if place >= len(axes) - 2 else "dp_shard", axis.size) for place, axis in enumerate(axes)
         )
+        kept = tuple(MeshAxis("dp_shard" if axis.name.startswith("dp") else "tp", axis.size) for axis in axes)
+        for candidate in (kept, open_axes):
+            solved = self._solve_one(graph, candidate, wishes)
+            if solved.outcome is not None:
+                return solved.outcome.decisions(known.mesh, known.degrees)
+        raise self._infeasible(graph, wishes, [solved])
+
+    def _solve_one(self, graph: Graph, candidate: Candidate, wishes: Wishes) -> Solved:
+        """Return one candidate's plan; one that exists is found, however long that takes."""
         found = self._bound(graph, candidate, wishes, self.options.time_limit)
-        solved = found if isinstance(found, Solved) else self._solve(graph, found, inf, self.options.time_limit)
-        if solved.outcome is None:
-            raise self._infeasible(graph, wishes, [solved])
-        return solved.outcome.decisions(known.mesh, known.degrees)
+        if isinstance(found, Solved):
+            return found
+        solved = self._solve(graph, found, inf, self.options.time_limit)
+        if solved.solution.status == "time_limit" and solved.outcome is None:
+            solved = self._solve(graph, found, inf, inf)
+        return solved
 
     def _meshes(self, wishes: Wishes) -> list[Candidate]:
         try:

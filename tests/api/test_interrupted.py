@@ -1,4 +1,4 @@
-"""Ctrl-C: the best plan so far, with the gap that is proven by then."""
+"""Searches that end early: the best plan so far, with the gap that is proven by then, or why there is none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import autopar
+from autopar.api import planning
+from autopar.errors import InfeasibleError
 from autopar.progress import Silent
 from autopar.search import ilp
+from autopar.search.ilp import Solution
 from tests.api.test_known_plans import Mlp
 
 
@@ -80,3 +83,10 @@ def test_ctrl_c_reaches_the_solver_that_runs_beside():
 
     assert ilp._interruptible(solver)
     assert solver.told == 2
+
+
+def test_a_search_without_a_plan_in_time_says_so(monkeypatch):
+    monkeypatch.setattr(planning, "solve_program", lambda *_: Solution("time_limit", (), float("inf"), 0.0))
+
+    with pytest.raises(InfeasibleError, match=r"^no plan was found within the time limit of 60 s: \d of \d candidate"):
+        plan(Silent())
