@@ -48,7 +48,12 @@ class Wishes:
         roles = {"dp_replicate": "batch", "dp_shard": "batch", "tp": "tensor", "free": "free"}
         whole = {"dp_replicate"} | ({"dp_shard", "free"} if self.zero == 0 else set())
         return tuple(
-            AxisSpec(axis.size, role=roles[axis.role], shard_parameters=axis.role not in whole)  # type: ignore[arg-type]
+            AxisSpec(
+                axis.size,
+                role=roles[axis.role],  # type: ignore[arg-type]
+                shard_parameters=axis.role not in whole,
+                any_dim=bool(self.resting),
+            )
             for axis in candidate
         )
 
@@ -66,6 +71,8 @@ class Wishes:
             if op.target in self.resting:
                 at = self.resting[op.target].placements
                 left[op.name] = tuple(s for s in left[op.name] if s.outputs[0] == at)
+                if not left[op.name]:
+                    raise InfeasibleError(f"{op.target} rests as {', '.join(map(str, at))}, which no axis offers here")
                 continue
             for place, axis in enumerate(candidate):
                 wants_shard = axis.role == "dp_shard" and ("dp_shard" in self.fixed or self.zero in {1, 2, 3})

@@ -43,6 +43,9 @@ class AxisSpec:
     shard_parameters: bool = True
     """Whether parameters may be sharded at rest along it."""
 
+    any_dim: bool = False
+    """Whether a batch axis may shard a parameter in each dimension that divides, not in the first of these alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -197,7 +200,7 @@ def _start(graph: Graph, op: Op, axis: AxisSpec) -> tuple[Strategy, ...]:
     if op.kind == "parameter" and not axis.shard_parameters:
         return (whole,)
     dims = [d for d in range(len(meta.shape)) if is_valid(meta.shape, (Shard(d),), (axis.size,))]
-    if op.kind == "parameter" and axis.role == "batch":
+    if op.kind == "parameter" and axis.role == "batch" and not axis.any_dim:
         dims = dims[:1]
     return (whole, *(Strategy((), (Shard(d),)) for d in dims))
 
