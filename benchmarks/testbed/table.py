@@ -1,6 +1,6 @@
 """The testbed's last measurement of each scenario as a Markdown table: hand-written, planned, and predicted.
 
-    python -m benchmarks.testbed.table [benchmarks/results/testbed.jsonl]
+    python -m benchmarks.testbed.table [benchmarks/results/testbed.jsonl] [--readme]
 
 Seconds a step, medians; the ratio is the median over rounds of the plan's time over the best hand-written strategy's.
 """
@@ -12,8 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, markdown
+from benchmarks.record import RESULTS, ROOT, markdown
 
+README = ROOT / "README.md"
+BEGIN, END = "<!-- testbed -->", "<!-- end -->"
 HANDS = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "hand TP"}
 
 
@@ -46,10 +48,17 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, default=RESULTS / "testbed.jsonl")
+    parser.add_argument("--readme", action="store_true", help="put the table into README.md, too")
     args = parser.parse_args()
     lines = [json.loads(line) for line in args.file.read_text().splitlines()]
     columns = ("scenario", "link", *HANDS.values(), "plan", "measured", "predicted", "to best hand")
-    print(markdown(rows_of(lines), columns))
+    table = markdown(rows_of(lines), columns)
+    print(table)
+    if args.readme:
+        text = README.read_text()
+        head, _, rest = text.partition(BEGIN)
+        _, _, tail = rest.partition(END)
+        README.write_text(f"{head}{BEGIN}\n{table}{END}{tail}")
     return 0
 
 
