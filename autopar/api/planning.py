@@ -23,7 +23,7 @@ from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, W
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.ilp import Ilp, Limits, Solution, smallest_peak, solve_program
-from autopar.search.meshes import Candidate, MeshAxis, candidates
+from autopar.search.meshes import Candidate, MeshAxis, Role, candidates
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import compose
 from autopar.version import __version__
@@ -130,7 +130,11 @@ class Planner:
                 raise KeyboardInterrupt
             stopped = sum(one.solution.status == "time_limit" for one in solved)
             if stopped:
-                raise infeasible.no_time(self.options.time_limit, stopped, len(solved))
+                plain = self._plain(graph, meshes[0], wishes)
+                if plain.outcome is None:
+                    raise infeasible.no_time(self.options.time_limit, stopped, len(solved))
+                plain.recompute = recompute
+                return self._finish(plain, [*solved, plain], time.monotonic() - started)
         raise self._infeasible(graph, wishes, solved[-len(meshes) :])
 
     def _recompute_ways(self) -> tuple[Recompute, ...]:
@@ -240,6 +244,16 @@ class Planner:
         solved.append(found)
         return found
 
+    def _plain(self, graph: Graph, mesh: Candidate, wishes: Wishes) -> Solved:
+        """Return data parallelism on a mesh's open axes: a small search, for when the whole one ran out of time."""
+        roles: list[Role] = [role for role in ("dp_shard", "dp_replicate") if role not in wishes.forbidden]
+        if not roles:
+            return Solved(mesh, Solution("time_limit", (), inf, 0.0))
+        role = roles[0]
+        candidate = tuple(replace(axis, role=role) if axis.role == "free" else axis for axis in mesh)
+        self.progress.phase("time is over without a plan: data parallelism")
+        return self._solve_one(graph, candidate, wishes)
+
     def _left(self, started: float) -> float:
         return self.options.time_limit - (time.monotonic() - started)
 
@@ -264,6 +278,7 @@ class Planner:
         limits = Limits(self._budget, max(left, 1.0), self.options.gap, self.options.seed, best_s)
         solution = solve_program(one.program, limits)
         if not solution.options:
+            solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
             return Solved(one.candidate, solution, why_not=_WHY_NOT.get(solution.status, solution.status))
         outcome = Outcome(graph, one.pricing, one.links, solution.options, self.options.optimizer)
         return Solved(one.candidate, solution, outcome, timing(one.pricing.table, solution.options).step_s)

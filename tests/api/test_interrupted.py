@@ -85,8 +85,32 @@ def test_ctrl_c_reaches_the_solver_that_runs_beside():
     assert solver.told == 2
 
 
-def test_a_search_without_a_plan_in_time_says_so(monkeypatch):
-    monkeypatch.setattr(planning, "solve_program", lambda *_: Solution("time_limit", (), float("inf"), 0.0))
+def out_of_time(monkeypatch, roles: set[str]) -> None:
+    """Let every solve of a mesh with an axis of one of the roles end without a plan."""
+    solve = planning.Planner._solve
+
+    def solved(self, graph, one, best_s, left):
+        if roles & {axis.role for axis in one.candidate}:
+            return planning.Solved(one.candidate, Solution("time_limit", (), float("inf"), one.bound_s))
+        return solve(self, graph, one, best_s, left)
+
+    monkeypatch.setattr(planning.Planner, "_solve", solved)
+
+
+def test_a_search_without_a_plan_in_time_falls_back_to_data_parallelism(monkeypatch):
+    whole = plan(Silent())
+    out_of_time(monkeypatch, {"free"})
+
+    late = plan(Silent())
+
+    assert late.solver.status == "time_limit"
+    assert late.decisions.degrees["tp"] == 1
+    assert late.solver.bound <= whole.solver.objective * (1 + 1e-9)
+    assert late.solver.gap == pytest.approx(1 - late.solver.bound / late.solver.objective)
+
+
+def test_a_search_that_finds_nothing_in_time_says_so(monkeypatch):
+    out_of_time(monkeypatch, {"free", "dp_shard"})
 
     with pytest.raises(InfeasibleError, match=r"^no plan was found within the time limit of 60 s: \d of \d candidate"):
         plan(Silent())
