@@ -16,7 +16,7 @@ from autopar._torch import pytree
 from autopar.api import Cluster, captured_for, plan_captured, read_cluster
 from autopar.api.planning import Planner, Program
 from autopar.api.stale import require_fresh
-from autopar.capture import Captured
+from autopar.capture import Captured, batch_size
 from autopar.capture.recompute import recomputed
 from autopar.errors import UsageError
 from autopar.ir.plan import Decisions, Plan
@@ -87,8 +87,7 @@ def compile_model(
         else None
     )
     ranks = Ranks.join(device or _device_type(spec))
-    job = Job(model, spec, ranks, parsed, init_fn, backend, progress or Silent(), given)
-    job.local = inputs == "local"
+    job = Job(model, spec, ranks, parsed, init_fn, backend, progress or Silent(), given, inputs == "local")
     if example_inputs is not None:
         return job.build(job.capture(example_inputs, training=model.training))
     if given is not None:
@@ -121,7 +120,7 @@ class Job:
     backend: str
     progress: Progress
     plan: Plan | None
-    local: bool = False
+    local: bool
     """Whether each rank brings its own part of the batch to a call."""
 
     _split: tuple[str, ...] = field(init=False, default=())
@@ -230,8 +229,7 @@ class Job:
         if not self._split or self.plan is None:
             return args, kwargs
         parts = math.prod(axis.size for axis in self.plan.decisions.mesh.axes if axis.name in self._split)
-        sizes = [each.shape[0] for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each) and each.dim()]
-        batch = max(dict.fromkeys(sizes), key=sizes.count) if sizes else 0
+        batch = batch_size(each.shape for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each))
 
         def whole(each: Any) -> Any:
             if not torch.is_tensor(each) or not each.dim() or each.shape[0] != batch:

@@ -13,7 +13,7 @@ Capture happens on fake CPU tensors: nothing is allocated or computed, the model
 """
 
 from autopar.capture.call import CallArguments, CallSpec, Input, ResultSpec
-from autopar.capture.captured import Captured, capture
+from autopar.capture.captured import Captured, batch_size, capture
 from autopar.capture.lower import Placeholder
 
-__all__ = ["CallArguments", "CallSpec", "Captured", "Input", "Placeholder", "ResultSpec", "capture"]
+__all__ = ["CallArguments", "CallSpec", "Captured", "Input", "Placeholder", "ResultSpec", "batch_size", "capture"]

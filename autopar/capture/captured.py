@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,7 +107,7 @@ def _assemble(
     for node in joint.graph.find_nodes(op="get_attr"):
         constants[node.name] = getattr(joint, str(node.target))
     aliases = {known[0]: known for known in fake.names.values() if len(known) > 1}
-    graph = Graph(tuple(ops), tuple(outputs), aliases, batch_size=_batch_size(call))
+    graph = Graph(tuple(ops), tuple(outputs), aliases, batch_size=batch_size(each.meta.shape for each in call.tensors))
     return Captured(
         joint=joint,
         graph=replace(graph, fold=find_blocks(graph)),
@@ -120,9 +120,9 @@ def _assemble(
     )
 
 
-def _batch_size(call: CallSpec) -> int:
+def batch_size(shapes: Iterable[Sequence[int]]) -> int:
     """Return the size of dimension 0 that the tensor inputs share; if they differ, that of most of them, 0 if none."""
-    sizes: Sequence[int] = [each.meta.shape[0] for each in call.tensors if each.meta.shape]
+    sizes = [shape[0] for shape in shapes if shape]
     return max(dict.fromkeys(sizes), key=sizes.count) if sizes else 0
 
 

@@ -100,7 +100,8 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy; where an attribute refuses that (a lock, a file), modules are copied and the rest shared."""
     try:
         return copy.deepcopy(model, dict(memo))
-    except (TypeError, RuntimeError, AttributeError, NotImplementedError, ValueError):
+    except (TypeError, RuntimeError, AttributeError, ValueError):
+        # What Python and torch raise for what cannot be copied: locks and files, tensors with a history, user classes.
         return _copy_structure(model, memo)
 
 

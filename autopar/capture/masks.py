@@ -107,8 +107,9 @@ def _verdict(chain: list[fx.Node], mask: fx.Node) -> Verdict:
             for each in node.all_input_nodes:
                 if last[each] is node:
                     values.pop(each, None)
-    except (RuntimeError, NotImplementedError):
-        return Verdict.UNKNOWN  # what cannot be evaluated here stays a mask
+    except RuntimeError:
+        # What torch cannot evaluate here (an operator without a CPU kernel, too little memory) stays a mask.
+        return Verdict.UNKNOWN
     made = values[mask]
     if not isinstance(made, torch.Tensor) or made.ndim < 2 or made.device.type != "cpu":
         return Verdict.UNKNOWN

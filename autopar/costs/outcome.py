@@ -180,11 +180,11 @@ class Outcome:
         """Return the reductions of gradients that travel together, those that go by themselves left out."""
         clock, end_s = self._backward_clock()
         of: dict[tuple[int, str], list[Reduction]] = {}
-        sources = {o.name: o.ref for o in self.graph.outputs if o.kind == "gradient" and o.ref is not None}
-        names = {self.graph.by_name[name].target: ref for name, ref in sources.items()}
+        by_name, outputs = self.graph.by_name, self.graph.outputs
+        sources = {by_name[o.name].target: o.ref for o in outputs if o.kind == "gradient" and o.ref is not None}
         for issued in self.messages():
             if issued.gradient:
-                ref, message = names[issued.gradient], issued.message
+                ref, message = sources[issued.gradient], issued.message
                 dtype = self.graph.meta(ref).dtype
                 made = Reduction(issued.gradient, message.axis, message.bytes, dtype, clock[ref.op])
                 of.setdefault((message.axis, dtype), []).append(made)

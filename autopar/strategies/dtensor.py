@@ -76,7 +76,8 @@ def _ask(call: Call, op: Any, placed: Sequence[Placement]) -> Strategy | None:
     schema = OpSchema(op, args, kwargs)
     try:
         found = _propagator().propagate_op_sharding_non_cached(schema)
-    except (RuntimeError, NotImplementedError, AssertionError, IndexError, ValueError, TypeError, KeyError):
+    except (RuntimeError, AssertionError, LookupError, ValueError, TypeError):
+        # Asked for placements it does not expect, a rule of the registry fails in any of these ways: not offered.
         return None
     suggested = found.redistribute_schema
     # A suggestion that changes a plain argument (a local size) is one that this operator cannot be run with as it is.
