@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, prod
+from math import ceil, inf, prod
 from typing import Literal
 
 from autopar.api import infeasible
@@ -41,8 +41,6 @@ _WHY_NOT = {
     "time_limit": "no plan found within the time limit",
     "interrupted": "not solved: the search was interrupted",
 }
-
-_SECONDS_STEPS = (1.0, 10.0, 100.0, 1000.0, 10000.0)
 
 
 @dataclass(frozen=True)
@@ -397,7 +395,7 @@ def _solver(best: Solved, solved: Sequence[Solved], seconds: float, options: Pla
         objective=best.step_s,
         bound=bound,
         gap=gap,
-        seconds=next((step for step in _SECONDS_STEPS if seconds <= step), seconds),
+        seconds=options.time_limit * max(1, ceil(seconds / options.time_limit)),
         seed=options.seed,
         candidates=len(solved),
     )

@@ -210,7 +210,10 @@ class Solver:
     bound: float
     gap: float
     seconds: float | None
-    """None in a saved plan of a deterministic run: wall time is printed, and stored only on request."""
+    """What the search kept to: its time limit, or the multiple of it that it took.
+
+    Not the clock's figure, which is printed instead: equal requests give equal bytes.
+    """
 
     seed: int
     candidates: int

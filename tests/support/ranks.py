@@ -10,6 +10,7 @@ kills all ranks and fails the test; the next task starts new ones.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -114,6 +115,7 @@ class RankPool:
 
 def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    faulthandler.enable()  # a rank that dies says where
     import torch
     import torch.distributed as dist
 
