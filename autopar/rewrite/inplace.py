@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,34 +13,65 @@ from torch import fx
 from autopar._torch import storage_key
 from autopar.rewrite.marks import C10D, role
 
-_ADD = torch.ops.aten.add.Tensor
-_ADD_INTO = torch.ops.aten.add_.Tensor
+_COMMUTING = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor})
 
 
 @dataclass(frozen=True, slots=True)
-class AddIntoDead:
-    """Add into a term that nothing reads afterwards, as autograd adds up gradients.
+class ComputeIntoDead:
+    """Let an elementwise operator write into an input that nothing reads afterwards.
 
-        c = add(a, b)                 a is not read again
+        c = relu(a)                 a is not read again
     becomes
-        c = add_(a, b)
+        c = relu_(a)
+
+    Eager PyTorch takes fresh memory, which on a CPU costs more than many of these operators: the kernel has to clear
+    every page of it.
     """
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Edit the graph and return the number of operators changed."""
         memory = _Memory.of(gm)
         changed = 0
-        for node in gm.graph.find_nodes(op="call_function", target=_ADD):
-            if len(node.args) != 2 or node.kwargs or not all(isinstance(each, fx.Node) for each in node.args):
-                continue
-            first, second = node.args
-            for into, other in ((first, second), (second, first)):
-                if memory.is_free_at(into, node) and _alike(into, node) and memory.differ(into, other):
-                    node.target, node.args = _ADD_INTO, (into, other)
+        for node in gm.graph.nodes:
+            for into, target, args, kwargs in _ways_into(node):
+                others = [each for each in node.all_input_nodes if each is not into]
+                free = memory.is_free_at(into, node) and all(memory.differ(into, each) for each in others)
+                if free and _alike(into, node) and _fed_once(node, into):
+                    node.target, node.args, node.kwargs = target, args, kwargs
                     memory.merge(into, node)
                     changed += 1
                     break
         return changed
+
+
+Way = tuple[fx.Node, Any, tuple[Any, ...], dict[str, Any]]
+
+
+def _ways_into(node: fx.Node) -> Iterator[Way]:
+    """Yield, for each input that the operator could write into: that input, the operator that does it, its arguments.
+
+    Kernels exist for the first input (`relu_`), and for any input of a derivative (`threshold_backward.grad_input`);
+    other `out=` forms compute into fresh memory and copy.
+    """
+    target: Any = node.target
+    if getattr(target, "namespace", "") != "aten" or torch.Tag.pointwise not in target.tags:
+        return
+    args, kwargs = node.args, dict(node.kwargs)
+    packet = target._schema.name.split("::")[1]
+    within = getattr(getattr(torch.ops.aten, f"{packet}_", None), target._overloadname, None)
+    if within is not None and args and isinstance(args[0], fx.Node):
+        yield args[0], within, args, kwargs
+        if target in _COMMUTING and len(args) == 2 and isinstance(args[1], fx.Node) and not kwargs:
+            yield args[1], within, (args[1], args[0]), kwargs
+    derivative = getattr(target.overloadpacket, "grad_input", None)
+    if derivative is not None:
+        for each in args:
+            if isinstance(each, fx.Node):
+                yield each, derivative, args, {**kwargs, "grad_input": each}
+
+
+def _fed_once(node: fx.Node, value: fx.Node) -> bool:
+    return sum(each is value for each in node.args) == 1
 
 
 @dataclass(frozen=True, slots=True)

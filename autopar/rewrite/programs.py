@@ -13,12 +13,12 @@ from autopar.ir.graph import Phase
 from autopar.ir.placement import Layout
 from autopar.ir.tensor import TensorMeta
 from autopar.rewrite.absent import without_tangents
-from autopar.rewrite.inplace import AddIntoDead, ReduceIntoDead
+from autopar.rewrite.inplace import ComputeIntoDead, ReduceIntoDead
 from autopar.rewrite.passes import Pass, run_passes
 from autopar.rewrite.random_ops import next_seed, step_seed
 
 LAST: tuple[Pass, ...] = (
-    AddIntoDead(),
+    ComputeIntoDead(),
     ReduceIntoDead(),
 )
 """Passes on each finished program; nothing moves after them."""

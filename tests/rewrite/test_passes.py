@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.rewrite.inplace import AddIntoDead, ReduceIntoDead
+from autopar.rewrite.inplace import ComputeIntoDead, ReduceIntoDead
 from autopar.rewrite.marks import C10D, WAIT, Mark, Role
 from autopar.rewrite.passes import run_passes
 from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
@@ -244,7 +244,7 @@ def test_a_sum_goes_into_a_term_only_if_nobody_else_can_see_it(how, target):
     x = torch.randn(2, 2)
     want = gm(x)
 
-    AddIntoDead()(gm)
+    ComputeIntoDead()(gm)
     gm.recompile()
 
     assert total.target is target
@@ -252,15 +252,51 @@ def test_a_sum_goes_into_a_term_only_if_nobody_else_can_see_it(how, target):
         assert torch.equal(a, b)
 
 
+def backward_of_relu(*, read: bool) -> tuple[fx.GraphModule, fx.Node, fx.Node]:
+    """Return a program that computes relu and its gradient from products; `read`: of those, something reads again."""
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    h, grad = draft.op(ATEN.mm.default, x, x), draft.op(ATEN.mm.default, x, x)
+    y = draft.op(ATEN.relu.default, h)
+    back = draft.op(ATEN.threshold_backward.default, grad, y, 0)
+    again = [draft.op(ATEN.mm.default, each, x) for each in (h, grad)] if read else []
+    return draft.done(y, back, *again), y, back
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_elementwise_operators_write_into_what_nobody_reads_again(read: bool):
+    gm, y, back = backward_of_relu(read=read)
+    x = torch.randn(2, 2)
+    want = gm(x)
+
+    changed = ComputeIntoDead()(gm)
+    gm.recompile()
+
+    assert changed == (0 if read else 2)
+    assert y.target is (ATEN.relu.default if read else ATEN.relu_.default)
+    assert back.target is (ATEN.threshold_backward.default if read else ATEN.threshold_backward.grad_input)
+    for a, b in zip(gm(x), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_operator_does_not_write_into_an_input_of_another_type():
+    draft = Draft()
+    x = draft.start("x", 2, 2)
+    one = draft.op(ATEN.mm.default, x, x)
+    gm = draft.done(draft.op(ATEN.lt.Scalar, one, 0))
+
+    assert ComputeIntoDead()(gm) == 0
+
+
 def test_a_sum_does_not_go_into_what_a_view_still_shows():
     draft = Draft()
     x = draft.start("x", 2, 2)
     one = draft.op(ATEN.mm.default, x, x, name="one")
-    view = draft.op(ATEN.view.default, one, [4])
+    view = draft.op(ATEN.view.default, one, [2, 2])
     total = draft.op(ATEN.add.Tensor, one, x)
-    gm = draft.done(total, draft.op(ATEN.neg.default, view))
+    gm = draft.done(total, draft.op(ATEN.mm.default, view, view))
 
-    assert AddIntoDead()(gm) == 0
+    assert ComputeIntoDead()(gm) == 0
 
 
 def test_a_sum_does_not_go_into_what_a_collective_may_still_read():
@@ -271,7 +307,7 @@ def test_a_sum_does_not_go_into_what_a_collective_may_still_read():
     total = draft.op(ATEN.add.Tensor, one, x)
     gm = draft.done(total, draft.op(WAIT, started, role="wait"))
 
-    assert AddIntoDead()(gm) == 0
+    assert ComputeIntoDead()(gm) == 0
 
 
 def test_a_value_that_only_a_reduction_reads_is_reduced_in_place():
