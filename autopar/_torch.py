@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ __all__ = [
     "dtensor_spec",
     "dynamo_capture",
     "dynamo_settings",
+    "gloo_with_threads",
     "is_registered_node",
     "keeps_graph",
     "local_of",
@@ -143,3 +146,18 @@ def allow_plain_beside_dtensor() -> None:
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._allow_implicit_replication = True
+
+
+def gloo_with_threads(store: Any, rank: int, size: int, timeout: timedelta, *, threads: int) -> Any:
+    """Return a gloo backend whose collectives run on so many threads of its own; torch takes two a network device.
+
+    Devices are torch's: those of the interfaces that GLOO_SOCKET_IFNAME names, else the host's default.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    kind: Any = ProcessGroupGloo
+    options = kind._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
+    options._threads, options._timeout = threads, timeout
+    return kind(store, rank, size, options)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.errors import rank_failed, ranks_disagree, world_size_differs
+from autopar.runtime.gloo import is_gloo, one_thread_backend
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ class Groups:
             return cls(mesh, None, {})
         from torch.distributed.device_mesh import init_device_mesh
 
-        made = init_device_mesh(ranks.device.type, mesh.sizes, mesh_dim_names=mesh.names)
+        kind = ranks.device.type
+        backends: Any = dict.fromkeys(mesh.names, one_thread_backend()) if is_gloo(kind) else None
+        made = init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names, backend_override=backends)
         return cls(mesh, made, {name: made.get_group(name).group_name for name in mesh.names})
 
 

@@ -1,4 +1,4 @@
-"""Reduce-scatter by exchange against torch's own, on two gloo ranks."""
+"""What the runtime does around gloo's faults, on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from autopar.runtime import Ranks
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.gloo import exchange_to_reduce
+from autopar.runtime.ranks import Groups
+from tests.support.decide import mesh_of
 from tests.support.ranks import RankPool
 
 C10D = torch.ops._c10d_functional
@@ -47,3 +50,20 @@ def test_only_sums_are_exchanged_and_the_given_program_stays(reduce, calls):
     own = C10D.reduce_scatter_tensor.default
     assert [node.target for node in gm.graph.nodes].count(own) == 1
     assert [node.target for node in made.graph.nodes].count(calls or own) == 1
+
+
+def threads_of_an_axis(rank: int) -> tuple[int, list[float]]:
+    groups = Groups.of(mesh_of(tp=2), Ranks.join("cpu"))
+    group = groups.device_mesh.get_group("tp")
+    gather, wait = C10D.all_gather_into_tensor.default, C10D.wait_tensor.default
+    started = [gather(torch.full((1,), float(rank + 2 * i)), 2, groups.names["tp"]) for i in range(100)]
+    found = torch.cat([wait(each) for each in started])
+    return group._get_backend(torch.device("cpu")).options._threads, found.tolist()
+
+
+def test_collectives_of_a_mesh_axis_complete_on_one_thread():
+    """Two threads of one group would write the name of the last collective at once, and corrupt the heap."""
+    with RankPool(2) as pool:
+        for threads, gathered in pool.values(threads_of_an_axis):
+            assert threads == 1
+            assert gathered == list(range(200))
