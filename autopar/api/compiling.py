@@ -175,6 +175,11 @@ class Job:
                 text = to_json(self.plan)
         plan = from_json(self.ranks.from_first(text), "rank 0's plan")
         with self.ranks.together("check the plan"):
+            if plan.decisions.schedule.num_microbatches > 1:
+                raise UsageError(
+                    f"the plan has {plan.decisions.schedule.num_microbatches} micro-batches a step: this version plans "
+                    "them and does not run them yet; plan without --fix microbatch"
+                )
             self.ranks.require(plan.decisions.mesh)
             if captured is not None:
                 require_fresh(plan, captured.graph, _torch_version(), self.cluster)

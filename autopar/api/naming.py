@@ -18,10 +18,12 @@ def name_axes(outcome: Outcome, candidate: Candidate) -> tuple[Mesh, dict[str, i
     An axis along which operators use parameters in pieces is `tp`; one that only keeps parameters in
     pieces at rest is `dp_shard`; else it is `dp_replicate`. A name that comes again gets a number.
     """
-    names = [axis.role if axis.role != "free" else _role(outcome, place) for place, axis in enumerate(candidate)]
-    names = [_unsharded(outcome, place, name) for place, name in enumerate(names)]
-    sizes = [axis.size for axis in candidate]
-    axes = tuple(Axis(_numbered(names, place), size, outcome.links.level(place)) for place, size in enumerate(sizes))
+    time = outcome.links.time_axes
+    places = range(time, len(candidate))
+    names = [candidate[at].role if candidate[at].role != "free" else _role(outcome, at) for at in places]
+    names = [_unsharded(outcome, at, name) for at, name in zip(places, names, strict=True)]
+    sizes = [axis.size for axis in candidate[time:]]
+    axes = tuple(Axis(_numbered(names, at - time), candidate[at].size, outcome.links.level(at)) for at in places)
     return Mesh(axes), degrees(names, sizes)
 
 
@@ -35,7 +37,8 @@ def degrees(names: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
 
 def wished(candidate: Candidate) -> Mapping[str, int]:
     """Return the degrees of a candidate that was not solved to the end."""
-    return degrees([axis.role if axis.role != "free" else "tp" for axis in candidate], [a.size for a in candidate])
+    ranks = [axis for axis in candidate if axis.role != "microbatch"]
+    return degrees([axis.role if axis.role != "free" else "tp" for axis in ranks], [axis.size for axis in ranks])
 
 
 def _numbered(names: Sequence[str], place: int) -> str:

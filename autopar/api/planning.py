@@ -9,6 +9,7 @@ from math import ceil, inf, prod
 from typing import Literal
 
 from autopar.api import infeasible
+from autopar.api.microbatching import in_time, require_splittable
 from autopar.api.naming import name_axes, wished
 from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
@@ -186,7 +187,11 @@ class Planner:
         found = candidates(devices, per_node, wishes.fixed, wishes.forbidden)
         if not found:
             raise infeasible.degrees(wishes.fixed, wishes.forbidden, devices)
-        return found
+        if wishes.microbatch is None:
+            return found
+        if not batch:
+            raise UsageError("--fix microbatch: no input has a batch dimension to cut into micro-batches")
+        return in_time(found, wishes.microbatch, batch)
 
     def _solve_all(
         self, graph: Graph, meshes: Sequence[Candidate], wishes: Wishes, started: float, recompute: Recompute
@@ -283,9 +288,12 @@ class Planner:
 
     def _price(self, graph: Graph, candidate: Candidate, wishes: Wishes) -> tuple[Links, Pricing]:
         sizes = tuple(axis.size for axis in candidate)
-        links = Links(self.cluster, sizes)
+        microbatches = int(bool(candidate) and candidate[0].role == "microbatch")
+        links = Links(self.cluster, sizes, microbatches)
         choices = compose(graph, wishes.axes(candidate), axis_strategies)
         self._note_unknown(choices.unknown)
+        if microbatches:
+            require_splittable(graph, choices.of)
         options = wishes.apply(graph, candidate, choices.of)
         return links, Builder(graph, options, links, self.options.optimizer, wishes.gathers).build()
 
@@ -325,7 +333,7 @@ class Planner:
         graph, options = self.program.graph, self.options
         mesh, degrees = name_axes(outcome, best.candidate)
         estimates = outcome.estimates(self._budget, PEAK_DTYPE[options.precision])
-        batch = graph.batch_size
+        batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
         found = _solver(best, solved, seconds, options)
         recompute = {} if best.recompute == "none" else {"*": best.recompute}
         return Plan(
@@ -335,8 +343,8 @@ class Planner:
             workload=Workload(
                 model=self.program.name,
                 global_batch=batch,
-                microbatch=batch,
-                num_microbatches=1,
+                microbatch=batch // (outcome.microbatches * replicas),
+                num_microbatches=outcome.microbatches,
                 precision=options.precision,
                 optimizer=options.optimizer,
                 tokens_per_step=self.program.tokens_per_step,

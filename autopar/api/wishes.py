@@ -33,6 +33,9 @@ class Wishes:
     forbidden: tuple[str, ...]
     zero: int | None
     constraints: tuple[Constraint, ...]
+    microbatch: int | None = None
+    """Samples that each data-parallel rank computes at a time; `None`: all it has."""
+
     resting: Mapping[str, ParameterDecision] = field(default_factory=dict)
     """Where parameters are already and stay, by name; empty where that is open."""
 
@@ -45,8 +48,8 @@ class Wishes:
 
     def axes(self, candidate: Candidate) -> tuple[AxisSpec, ...]:
         """Return what the strategies are to offer along each axis of a candidate."""
-        roles = {"dp_replicate": "batch", "dp_shard": "batch", "tp": "tensor", "free": "free"}
-        whole = {"dp_replicate"} | ({"dp_shard", "free"} if self.zero == 0 else set())
+        roles = {"microbatch": "time", "dp_replicate": "batch", "dp_shard": "batch", "tp": "tensor", "free": "free"}
+        whole = {"microbatch", "dp_replicate"} | ({"dp_shard", "free"} if self.zero == 0 else set())
         return tuple(
             AxisSpec(
                 axis.size,
@@ -104,8 +107,6 @@ def read_wishes(options: PlanOptions) -> Wishes:
         raise not_yet("schedule", fix["schedule"])
     if fix.get("recompute") == "selective":
         raise not_yet("recompute", "selective")
-    if "microbatch" in fix and options.batch is not None and fix["microbatch"] != options.batch:
-        raise not_yet("microbatch", fix["microbatch"])
     if "sequence_parallel" in fix:
         raise not_yet("sequence_parallel", fix["sequence_parallel"])
     roles = ("dp_replicate", "dp_shard", "tp")
@@ -115,6 +116,7 @@ def read_wishes(options: PlanOptions) -> Wishes:
         forbidden=tuple(key for key in options.forbid if key in roles),
         zero=0 if "zero" in options.forbid else int(zero) if zero is not None else None,
         constraints=options.constraint,
+        microbatch=int(fix["microbatch"]) if "microbatch" in fix else None,
     )
 
 

@@ -36,6 +36,9 @@ class Links:
 
     cluster: ClusterSpec
     sizes: tuple[int, ...]
+    time_axes: int = 0
+    """How many leading axes are in time: nothing moves along them."""
+
     _hops: tuple[tuple[Hop, ...], ...] = field(init=False)
     _known: dict[Message, float] = field(init=False, default_factory=dict)
     _local: dict[int, float] = field(init=False, default_factory=dict)
@@ -45,8 +48,8 @@ class Links:
     """Of each axis, the seconds of a call that its issuer spends itself; a GPU's host runs ahead of the device."""
 
     def __post_init__(self) -> None:
-        levels = self.cluster.levels
-        self._hops = tuple(axis_hops(levels, self.sizes, axis) for axis in range(len(self.sizes)))
+        levels, ranks = self.cluster.levels, self.sizes[self.time_axes :]
+        self._hops = ((),) * self.time_axes + tuple(axis_hops(levels, ranks, axis) for axis in range(len(ranks)))
         topology = {level.name: level.topology for level in levels}
         kind = self.cluster.device.kind
         self._overlap = tuple(
@@ -63,6 +66,8 @@ class Links:
 
     def message_s(self, message: Message) -> float:
         """Return the seconds of one collective."""
+        if message.axis < self.time_axes:
+            return 0.0
         if message not in self._known:
             self._known[message] = float(collective_s(message.op, message.bytes, self._hops[message.axis]))
         return self._known[message]
@@ -103,7 +108,7 @@ class Links:
         if not is_reachable(before, after):
             return UNREACHABLE
         try:
-            steps = route(before, after, meta.shape, self.sizes)
+            steps = route(before, after, meta.shape, self.sizes, self.time_axes)
         except NoRouteError:
             return UNREACHABLE
         if shares is None:
@@ -118,8 +123,8 @@ class Links:
         """Return the collectives on the way from one layout to another, in order."""
         return tuple(
             Message(step.kind, step.axis, step.message_numel(meta.shape, self.sizes) * meta.item_bytes)
-            for step in route(before, after, meta.shape, self.sizes)
-            if step.communicates
+            for step in route(before, after, meta.shape, self.sizes, self.time_axes)
+            if step.communicates and step.axis >= self.time_axes
         )
 
     def inner_messages(self, op: Op, metas: Sequence[TensorMeta], strategy: MeshStrategy) -> tuple[Message, ...]:
@@ -127,6 +132,7 @@ class Links:
         return tuple(
             Message(inner.op, axis, inner_bytes(inner, op, metas, strategy, self.sizes))
             for axis, each in enumerate(strategy.axes)
+            if axis >= self.time_axes
             for inner in each.inner
         )
 

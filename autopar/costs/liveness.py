@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,6 +81,22 @@ def lives(graph: Graph) -> list[Life]:
     return found
 
 
+@once_per_graph
+def gradients_of(graph: Graph) -> frozenset[tuple[str, int]]:
+    """Return the values whose memory holds a gradient that the program returns, perhaps as a view of it."""
+    base = base_of(graph)
+    found = (o.ref for o in graph.outputs if o.kind == "gradient" and o.ref is not None)
+    return frozenset(base[ref.op, ref.index] for ref in found)
+
+
+def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
+    """Return how long values live in a step; gradients that add up over micro-batches are there from the start."""
+    if not accumulates:
+        return lives(graph)
+    summed = gradients_of(graph)
+    return [replace(each, first=0) if (each.op, each.index) in summed else each for each in lives(graph)]
+
+
 def local_bytes(meta: TensorMeta, layout: Layout | None, sizes: tuple[int, ...]) -> float:
     """Return the bytes of a tensor that one device holds."""
     return 0.0 if layout is None else float(math.prod(local_shape(meta.shape, layout, sizes)) * meta.item_bytes)
@@ -112,9 +128,11 @@ class Holdings:
     optimizer: str
     copies: Sequence[CopyLife] = ()
     reserved_bytes: float = 0.0
+    accumulates: bool = False
+    """Whether gradients are added up over micro-batches, and so held from the start."""
 
     def __post_init__(self) -> None:
-        self._lives = lives(self.graph)
+        self._lives = lives_of_step(self.graph, accumulates=self.accumulates)
         self._resting = self._resting_bytes()
 
     def _resting_bytes(self) -> dict[int, Floats]:

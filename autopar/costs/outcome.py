@@ -6,19 +6,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from autopar.costs import operators
 from autopar.costs.buckets import Reduction, bucketed
 from autopar.costs.links import Links, Message
-from autopar.costs.liveness import lives, local_bytes
+from autopar.costs.liveness import gradients_of, lives_of_step, local_bytes
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.table import Pricing
 from autopar.costs.timing import pairs, timing
 from autopar.ir.graph import Graph, Op
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout, Shard
+from autopar.ir.microbatches import parted, within
+from autopar.ir.placement import Layout, Placement, Shard
 from autopar.ir.plan import (
     Breakdown,
     Bucket,
@@ -29,6 +31,7 @@ from autopar.ir.plan import (
     Memory,
     OperatorDecision,
     ParameterDecision,
+    Schedule,
     Stage,
 )
 from autopar.ir.roles import gradient_like, parameter_like
@@ -45,8 +48,13 @@ class Outcome:
     options: tuple[int, ...]
     optimizer: str
 
+    @property
+    def microbatches(self) -> int:
+        """Return how many micro-batches a step has."""
+        return prod(self.links.sizes[: self.links.time_axes])
+
     def strategy(self, rep: str) -> MeshStrategy:
-        """Return the strategy of a representative operator."""
+        """Return the strategy of a representative operator, along time too where there are micro-batches."""
         node = self.pricing.home[rep]
         return self.pricing.clusters[node].strategy(rep, self.options[node])
 
@@ -80,17 +88,25 @@ class Outcome:
             if graph.representative(op.name) == op.name
         }
         parameters = dict(sorted(self._parameters()))
+        outputs = {o.name: self.output_layout(o.name) for o in graph.outputs if o.kind == "output" and o.ref}
+        in_time: dict[str, Placement] = {}
+        if self.microbatches > 1:
+            made = {o.name: self.layout(graph.representative(o.ref.op), o.ref.index) for o in graph.outputs if o.ref}
+            in_time = {name: made[name][0] for name in outputs}
+            outputs = {name: parted(layout, self.microbatches)[1] for name, layout in outputs.items()}
         return Decisions(
             degrees=dict(degrees),
             mesh=mesh,
             parameters=parameters,
             operators=found,
-            outputs={o.name: self.output_layout(o.name) for o in graph.outputs if o.kind == "output" and o.ref},
+            outputs=outputs,
+            outputs_in_time=in_time,
             collectives=self.collectives(mesh),
             buckets=tuple(
-                Bucket(axis=mesh.axes[run[0].axis].name, gradients=tuple(each.name for each in run))
+                Bucket(axis=self._axis(mesh, run[0].axis), gradients=tuple(each.name for each in run))
                 for run in self.buckets
             ),
+            schedule=Schedule(num_microbatches=self.microbatches),
             stages=(Stage(index=0, ranks=tuple(range(mesh.world_size)), blocks=(), parameters=tuple(parameters)),),
         )
 
@@ -98,9 +114,13 @@ class Outcome:
         graph, strategy = self.graph, self.strategy(op.name)
         metas = tuple(graph.meta(ref) for ref in op.refs)
         spent = operators.seconds(op, metas, [strategy], self.links.sizes, self.links.cluster.device)
+        time = None
+        if self.microbatches > 1:
+            time, strategy = within(strategy, self.microbatches)
         return OperatorDecision(
             target=op.target,
             strategy=strategy,
+            time=time,
             inputs=tuple(f"{ref.op}:{ref.index}" if ref.index else ref.op for ref in op.refs),
             output=op.outputs[0] if op.outputs else None,
             phase=op.phase,
@@ -118,6 +138,8 @@ class Outcome:
             rep = self.graph.representative(op.name)
             layout = self.layout(rep)
             gather: Gather = "none"
+            if self.microbatches > 1:
+                _, layout = parted(layout, self.microbatches)
             if any(isinstance(p, Shard) for p in layout) and rep in gathered:
                 gather = "once" if self.keeps_gather(rep) else "per_phase"
             for name in self.graph.aliases.get(op.target, (op.target,)):
@@ -141,28 +163,34 @@ class Outcome:
         """Return the collectives of one step, equal ones counted together, in program order; merged ones last."""
         merged = {each.name for run in self.buckets for each in run}
         counted = Counter(
-            (m.message, m.phase, m.tensor_rep, m.overlapped) for m in self.messages() if m.gradient not in merged
+            (m.message, m.phase, m.tensor_rep, m.overlapped, m.times)
+            for m in self.messages()
+            if m.gradient not in merged
         )
         by_name = self.graph.by_name
         alone = tuple(
             Collective(
                 op=message.op,
-                axis=mesh.axes[message.axis].name,
+                axis=self._axis(mesh, message.axis),
                 level=self.links.level(message.axis),
                 bytes=message.bytes,
-                count=count,
+                count=count * times,
                 phase=phase,
                 tensor=_label(by_name[rep]),
                 overlapped=overlapped,
-                predicted_s=count * self.links.message_s(message),
+                predicted_s=count * times * self.links.message_s(message),
             )
-            for (message, phase, rep, overlapped), count in counted.items()
+            for (message, phase, rep, overlapped, times), count in counted.items()
         )
         return alone + tuple(self._bucket(run, mesh) for run in self.buckets)
 
+    def _axis(self, mesh: Mesh, axis: int) -> str:
+        """Return the name of an axis of the priced mesh, which has time first."""
+        return mesh.axes[axis - self.links.time_axes].name
+
     def _bucket(self, run: Sequence[Reduction], mesh: Mesh) -> Collective:
         message = Message("all_reduce", run[0].axis, sum(each.bytes for each in run))
-        axis = mesh.axes[message.axis].name
+        axis = self._axis(mesh, message.axis)
         return Collective(
             op=message.op,
             axis=axis,
@@ -171,7 +199,7 @@ class Outcome:
             count=1,
             phase="backward",
             tensor=str(Bucket(axis=axis, gradients=tuple(each.name for each in run))),
-            overlapped=True,
+            overlapped=self.microbatches == 1,
             predicted_s=self.links.message_s(message),
         )
 
@@ -186,7 +214,8 @@ class Outcome:
             if issued.gradient:
                 ref, message = sources[issued.gradient], issued.message
                 dtype = self.graph.meta(ref).dtype
-                made = Reduction(issued.gradient, message.axis, message.bytes, dtype, clock[ref.op])
+                ready_s = clock[ref.op] if self.microbatches == 1 else end_s
+                made = Reduction(issued.gradient, message.axis, message.bytes, dtype, ready_s)
                 of.setdefault((message.axis, dtype), []).append(made)
         runs: list[tuple[Reduction, ...]] = []
         for (axis, _), reductions in of.items():
@@ -220,7 +249,7 @@ class Outcome:
         time = timing(table, self.options)
         compute = self._compute_s()
         memory = self.memory()
-        world = int(np.prod(self.links.sizes)) if self.links.sizes else 1
+        world = prod(self.links.sizes[self.links.time_axes :])
         whole = sum(operators.flops(op, [self.graph.meta(ref) for ref in op.refs]) for op in self.graph.ops)
         peak = self.links.cluster.device.flops_for(dtype)
         return Estimates(
@@ -229,7 +258,7 @@ class Outcome:
             peak_memory_bytes=memory.total,
             memory=memory,
             memory_budget_bytes=budget_bytes,
-            communication_bytes=sum(m.message.bytes for m in self.messages()),
+            communication_bytes=sum(m.times * m.message.bytes for m in self.messages()),
             breakdown=Breakdown(
                 compute_s=compute,
                 exposed_communication_s=max(0.0, time.forward_s + time.backward_s - compute),
@@ -253,7 +282,7 @@ class Outcome:
             if rep not in known:
                 known[rep] = self._operator(self.graph.by_name[rep], 1).predicted_s
             total += known[rep]
-        return total
+        return self.microbatches * total
 
     def memory(self) -> Memory:
         """Return the bytes held at the peak, by what they are."""
@@ -268,14 +297,14 @@ class Outcome:
                 parameters += local_bytes(op.outputs[0], layout, sizes)
                 if op.kind == "parameter" and op.requires_grad:
                     optimizer += state_bytes(op, layout, sizes, self.optimizer)
-        grads = {o.ref.op for o in graph.outputs if o.kind == "gradient" and o.ref is not None}
-        for life in lives(graph):
+        returned = gradients_of(graph)
+        for life in lives_of_step(graph, accumulates=self.microbatches > 1):
             if not life.first <= at <= life.last:
                 continue
             rep = graph.representative(life.op)
             meta = graph.by_name[life.op].outputs[life.index]
             held = local_bytes(meta, self.strategy(rep).outputs[life.index], sizes) if meta is not None else 0.0
-            if life.op in grads:
+            if (life.op, life.index) in returned:
                 gradients += held
             else:
                 activations += held
@@ -299,6 +328,9 @@ class Issued:
     phase: str
     tensor_rep: str
     overlapped: bool
+    times: int = 1
+    """How often in a step: for every micro-batch, or once."""
+
     gradient: str = ""
     """The parameter, if this is the sum of its gradient, all that brings it to its place."""
 
@@ -337,10 +369,10 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             done.add(key)
             behind = ref.op in starts or ref.op in ends
             for message in links.route_messages(have, need, graph.meta(ref)):
-                yield Issued(message, op.phase, source, behind)
+                yield Issued(message, op.phase, source, behind, outcome.microbatches)
         metas = tuple(graph.meta(ref) for ref in op.refs)
         for message in links.inner_messages(op, metas, strategy):
-            yield Issued(message, op.phase, rep, False)
+            yield Issued(message, op.phase, rep, False, outcome.microbatches)
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -359,5 +391,8 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
         messages = links.route_messages(have, need, graph.meta(output.ref))
         summed = output.kind == "gradient" and [message.op for message in messages] == ["all_reduce"]
         gradient = graph.by_name[output.name].target if summed and output.ref.op in ends else ""
+        reduced = output.kind == "gradient"
+        times = 1 if reduced else outcome.microbatches
+        behind = output.ref.op in ends and not (reduced and outcome.microbatches > 1)
         for message in messages:
-            yield Issued(message, phase, source, output.ref.op in ends, gradient)
+            yield Issued(message, phase, source, behind, times, gradient)

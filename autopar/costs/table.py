@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
 from autopar.ir.graph import Graph, Op, Ref
+from autopar.ir.microbatches import parted
 from autopar.ir.placement import Layout, Replicate, Shard, is_at_rest
 from autopar.ir.plan import Gather
 from autopar.ir.roles import is_view, parameter_like
@@ -69,11 +71,15 @@ class Builder:
         instances: dict[str, list[Op]] = {}
         for op in graph.ops:
             instances.setdefault(graph.representative(op.name), []).append(op)
+        self._microbatches = prod(self.links.sizes[: self.links.time_axes])
         nodes = [self._node(cluster, instances) for cluster in self.clusters]
         self._add_sinks(nodes)
         groups, copies = self._groups(nodes)
         reserved = float(self.links.cluster.device.reserved_bytes)
-        holdings = Holdings(graph, self.clusters, self.home, self.links.sizes, self.optimizer, copies, reserved)
+        holdings = Holdings(
+            graph, self.clusters, self.home, self.links.sizes, self.optimizer, copies, reserved,
+            accumulates=self._microbatches > 1,
+        )  # fmt: skip
         table = CostTable(
             nodes=tuple(nodes),
             groups=tuple(groups),
@@ -103,7 +109,7 @@ class Builder:
             strategies = [option[place] for option in cluster.options]
             metas = tuple(self.graph.meta(ref) for ref in op.refs)
             once = self._op_seconds(op, metas, strategies)
-            total += np.outer(once, self.segments.counts(instances[member]))
+            total += np.outer(once, self._microbatches * self.segments.counts(instances[member]))
             if op.kind == "parameter" and op.requires_grad:
                 layouts = [s.outputs[0] for s in strategies]
                 optimizer += len(instances[member]) * optimizer_seconds(
@@ -140,9 +146,19 @@ class Builder:
         rep = self.graph.representative(ref.op)
         cluster = self.clusters[self.home[rep]]
         made = [cluster.strategy(rep, k).outputs[ref.index] for k in range(len(cluster.options))]
-        whole: Layout = (Replicate(),) * len(self.links.sizes)
-        split = [layout for layout in made if layout is not None and is_at_rest(layout, self.links.sizes)]
+        sizes, time = self.links.sizes, self.links.time_axes
+        # Along time an output is put together from what the micro-batches give, however they do.
+        along = [layout[:time] for layout in made if layout is not None]
+        whole: Layout = (*along[0], *(Replicate(),) * (len(sizes) - time))
+        split = [layout for layout in made if layout is not None and self._rests(layout)]
         return list(dict.fromkeys([whole, *(split if self.graph.meta(ref).shape else [])]))
+
+    def _rests(self, layout: Layout) -> bool:
+        """Return whether a rank may hold each micro-batch's part in this layout outside the program."""
+        sizes = self.links.sizes
+        if self.links.time_axes:
+            _, layout = parted(layout, sizes[0])
+        return is_at_rest(layout, sizes[self.links.time_axes :])
 
     def _groups(self, nodes: list[Node]) -> tuple[list[Group], list[CopyLife]]:
         groups: list[Group] = []
@@ -188,6 +204,10 @@ class Builder:
             demands.setdefault((node, column.tobytes()), Demand(node, column))
         price = np.array([[self.links.route_s(a, b, meta) for b in wanted] for a in sources])
         shares = (0.0,) * len(self.links.sizes) if sharing.category == "critical" else self.links.overlap
+        if sharing.category == "reduction" and self._microbatches > 1:
+            # Gradients are added up over all micro-batches before they are reduced: nothing is left to hide behind.
+            shares = (0.0,) * len(self.links.sizes)
+        times = 1 if sharing.category == "reduction" else self._microbatches
         hidden = np.array([[self.links.route_s(a, b, meta, shares) for b in wanted] for a in sources])
         held = np.array([[0.0 if a == b else local_bytes(meta, b, self.links.sizes) for b in wanted] for a in sources])
         if once.any():
@@ -195,7 +215,7 @@ class Builder:
             price, hidden, held = (_by_gather(each, paid_if_kept=kept) for each in (price, hidden, held))
             layout = layout + len(sources) * once
         name = f"{sharing.producer}.{sharing.index}.{sharing.phase}"
-        group = Group(name, source, layout, tuple(demands.values()), price, hidden, sharing.category, counts)
+        group = Group(name, source, layout, tuple(demands.values()), price, hidden, sharing.category, times * counts)
         return [(each, held) for each in self._drop_own(nodes, group)]
 
     def _drop_own(self, nodes: list[Node], group: Group) -> list[Group]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout
-from autopar.ir.strategy import MeshStrategy
+from autopar.ir.placement import Layout, Placement
+from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
 
 Gather = Literal["none", "per_phase", "once"]
@@ -45,7 +45,10 @@ class OperatorDecision:
     source: str = ""
     instances: int = 1
     predicted_s: float = 0.0
-    """Seconds of one instance on one device, inner collectives left out."""
+    """Seconds of one instance on one device, inner collectives left out; of one micro-batch."""
+
+    time: Strategy | None = None
+    """What it does along the axis of micro-batches, where there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,10 @@ class Decisions:
 
     outputs: Mapping[str, Layout]
     """By output name: layout of each user-visible output."""
+
+    outputs_in_time: Mapping[str, Placement] = field(default_factory=dict)
+    """By output name: how the micro-batches' outputs make the step's (`Partial`: added up, `Shard(0)`: one behind the
+    other, `Replicate`: any of them), where there are several."""
 
     collectives: tuple[Collective, ...]
     buckets: tuple[Bucket, ...] = ()

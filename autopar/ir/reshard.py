@@ -72,10 +72,13 @@ def _kind(before: Placement, after: Placement) -> StepKind:
 
 
 @lru_cache(maxsize=1 << 18)
-def route(before: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Step, ...]:
+def route(
+    before: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, ...], first: int = 0
+) -> tuple[Step, ...]:
     """Return the steps that turn a tensor of global `shape` from layout `before` into `after`; none if equal.
 
-    Steps that shrink come first; where two axes block each other (each wants the
+    The `first` leading axes (those in time, which move nothing) are settled before the others. Then
+    steps that shrink come first; where two axes block each other (each wants the
     digit that the other still splits), one is gathered and sliced again.
 
     Raises:
@@ -83,10 +86,11 @@ def route(before: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[in
     """
     steps: list[Step] = []
     now = before
-    while now != after:
-        step = _next(now, after, shape, sizes)
-        steps.append(step)
-        now = step.after
+    for goal in ((*after[:first], *before[first:]), after) if first else (after,):
+        while now != goal:
+            step = _next(now, goal, shape, sizes)
+            steps.append(step)
+            now = step.after
     return tuple(steps)
 
 

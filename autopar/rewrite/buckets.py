@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from autopar.ir.plan import Bucket
+from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import Mark, mark
-from autopar.rewrite.programs import RewriteError
 
 _C10D = torch.ops._c10d_functional
 

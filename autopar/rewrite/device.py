@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import mark
 from autopar.rewrite.passes import Pass
-from autopar.rewrite.programs import RewriteError
 
 _ATEN = torch.ops.aten
 _FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default

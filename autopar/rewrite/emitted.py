@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import COLLECTIVES, mark
-from autopar.rewrite.programs import Emitted, RewriteError
+from autopar.rewrite.programs import Emitted
 
 
 def emitted(gm: fx.GraphModule, axes: Collection[str]) -> Iterator[Emitted]:

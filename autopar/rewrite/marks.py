@@ -14,6 +14,17 @@ Role = Literal["operator", "start", "wait", "move"]
 """The program's own operator; issue of a collective; wait for it; local copy or slice on the way to another layout."""
 
 C10D = torch.ops._c10d_functional
+
+
+def over_microbatches(value: torch.Tensor) -> torch.Tensor:
+    """Stand for the sum of a value over all micro-batches of the step, until `microbatches.settle` says how it is made.
+
+    Returns:
+        The one micro-batch's term.
+    """
+    return value
+
+
 WAIT = C10D.wait_tensor.default
 
 COLLECTIVES = {

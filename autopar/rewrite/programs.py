@@ -24,10 +24,6 @@ LAST: tuple[Pass, ...] = (
 """Passes on each finished program; nothing moves after them."""
 
 
-class RewriteError(RuntimeError):
-    """A local program does not fit the layouts it was made from: a fault of this compiler, not of its user."""
-
-
 @dataclass(frozen=True, slots=True)
 class Emitted:
     """One collective that a program issues."""

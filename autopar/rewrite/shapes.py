@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensorMode
+from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import mark
-from autopar.rewrite.programs import RewriteError
 
 
 def propagate(gm: fx.GraphModule, names: Mapping[str, str], by: str) -> None:

@@ -19,6 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import local_shape
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.tensor import TensorMeta
+from autopar.rewrite.marks import over_microbatches
 
 
 @dataclass
@@ -71,6 +72,8 @@ class Site:
 
         The axis name stands for the process group; the runtime puts the group's name there.
         """
+        if self.mesh.axes[axis].in_time:
+            return self.call(over_microbatches, value)
         self.issued.append(("all_reduce", axis, reduce))
         started = self.call(torch.ops._c10d_functional.all_reduce.default, value, reduce, self.mesh.axes[axis].name)
         return self.call(torch.ops._c10d_functional.wait_tensor.default, started)

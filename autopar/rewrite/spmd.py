@@ -17,10 +17,10 @@ from autopar.ir.placement import Layout, local_shape
 from autopar.ir.plan import Decisions
 from autopar.ir.reshard import Step, route
 from autopar.rewrite.derived import derived_parameters
+from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.inputs import split_inputs
 from autopar.rewrite.marks import COLLECTIVES, WAIT, Mark, Role
 from autopar.rewrite.operators import emit
-from autopar.rewrite.programs import RewriteError
 from autopar.rewrite.site import Site
 from autopar.rewrite.steps import Writer
 
@@ -163,7 +163,8 @@ class Localiser:
         before = self.layout(ref)
         if before == layout:
             return ()
-        return route(before, layout, self.graph.meta(ref).shape, self.decisions.mesh.sizes)
+        mesh = self.decisions.mesh
+        return route(before, layout, self.graph.meta(ref).shape, mesh.sizes, mesh.time_axes)
 
     def _moves(self, ref: Ref, phase: Phase, gradient_of: str) -> Mark:
         op = self.graph.by_name[ref.op]

@@ -19,7 +19,8 @@ from torch import fx
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Shard, local_outer, local_shape
 from autopar.ir.reshard import Step
-from autopar.rewrite.marks import C10D, WAIT, Mark
+from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.marks import C10D, WAIT, Mark, over_microbatches
 
 _ATEN = torch.ops.aten
 
@@ -40,7 +41,8 @@ class Writer:
 
     def step(self, value: fx.Node, step: Step, shape: Sequence[int], mark: Mark) -> fx.Node:
         """Append what takes `value`, of global `shape`, from `step.before` to `step.after`; return the result."""
-        write = _Step(self, step, tuple(shape), mark)
+        kind = _InTime if self.mesh.axes[step.axis].in_time else _Step
+        write = kind(self, step, tuple(shape), mark)
         result: fx.Node = getattr(write, step.kind)(value)
         result.meta["local_shape"] = write.shape_after
         return result
@@ -188,3 +190,35 @@ class _Step:
         whole = list(block)
         whole[dim] *= self.size
         return self._move(_ATEN.reshape.default, self._move(_ATEN.permute.default, stacked, order), whole)
+
+
+@dataclass(frozen=True)
+class _InTime(_Step):
+    """Steps along the axis of micro-batches: no rank has what another micro-batch computes."""
+
+    def mask(self, value: fx.Node) -> fx.Node:
+        """Give every micro-batch an equal term, so that their sum is the value."""
+        return self._move(_ATEN.div.Scalar, value, self.size)
+
+    def slice(self, value: fx.Node) -> fx.Node:
+        own = super().slice(value)
+        own.meta["cut_in_time"] = True
+        return own
+
+    def all_reduce(self, value: fx.Node) -> fx.Node:
+        value, reduce = self._summand(value)
+        if reduce != "sum":
+            raise self._impossible()
+        return self._move(over_microbatches, value)
+
+    def all_gather(self, value: fx.Node) -> fx.Node:
+        raise self._impossible()
+
+    def reduce_scatter(self, value: fx.Node) -> fx.Node:
+        raise self._impossible()
+
+    def all_to_all(self, value: fx.Node) -> fx.Node:
+        raise self._impossible()
+
+    def _impossible(self) -> RewriteError:
+        return RewriteError(f"{self.mark.moves} needs all micro-batches at once ({self.step.kind})")

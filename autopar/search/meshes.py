@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-Role = Literal["dp_replicate", "dp_shard", "tp", "free"]
-"""What an axis is for: named by the user, or `free` to be whatever the solver makes of it."""
+Role = Literal["microbatch", "dp_replicate", "dp_shard", "tp", "free"]
+"""What an axis is for: named by the user, or `free` to be whatever the solver makes of it; `microbatch` is in time."""
 
 _FREE_LIMIT = 16
 """World sizes up to which an axis over all devices is free; beyond, it is data parallel, and freedom stays inside."""

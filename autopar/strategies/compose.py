@@ -7,7 +7,8 @@ number of *different* operators.
 An axis has a role. A *free* axis admits everything; a *batch* axis only what
 data parallelism does, the batch split followed through the program, which keeps
 products small where there are several axes; a *tensor* axis
-everything but that.
+everything but that. The *time* axis, of micro-batches, is a batch axis whose
+coordinates run one after another: small tables of the batch are made for each.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
 from autopar.strategies.nesting import fits_mesh
 
-Role = Literal["free", "batch", "tensor"]
+Role = Literal["free", "batch", "tensor", "time"]
 Hints = tuple[frozenset[Shard], ...]
 Enumerate = Callable[[Op, tuple[TensorMeta, ...], int, Hints, Hints], tuple[tuple[Strategy, ...], bool]]
 """`axis_strategies`: strategies of an operator on one axis, replicated first, and whether a rule exists."""
@@ -73,7 +74,10 @@ def compose(graph: Graph, axes: Sequence[AxisSpec], enumerate_axis: Enumerate) -
     of: dict[str, tuple[MeshStrategy, ...]] = {}
     for op in reps:
         metas = tuple(graph.meta(ref) for ref in op.refs)
-        options = tuple(found[op.name][:1] if op.name in settled else found[op.name] for found in per_axis)
+        options = tuple(
+            found[op.name][:1] if op.name in settled and axis.role != "time" else found[op.name]
+            for axis, found in zip(axes, per_axis, strict=True)
+        )
         key = (op.target, _shape_of_args(op), metas, op.outputs, options)
         if key not in products:
             products[key] = _product(op, options, metas, sizes)
@@ -109,7 +113,7 @@ def _on_axis(
     wanted = _wanted(graph, reps, found)
     if wanted:
         found, unknown = _forward(graph, axis, enumerate_axis, cache, wanted)
-    if axis.role == "batch":
+    if axis.role in {"batch", "time"}:
         found = _batch_only(graph, reps, axis, found)
     elif axis.role == "tensor":
         found = _without_batch(graph, reps, axis, found)

@@ -1,0 +1,98 @@
+"""Micro-batches as an axis in time of the candidates, and programs that need the whole batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.graph import Graph, Op
+from autopar.ir.placement import Partial, Replicate, Shard
+from autopar.ir.strategy import MeshStrategy, Strategy
+from autopar.search.meshes import Candidate, MeshAxis, Role
+
+_DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard")
+
+_COUNTED_FIRST = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
+"""Operators whose own sum over the batch is of inputs alone: it is made before the first micro-batch runs."""
+
+
+def in_time(meshes: Sequence[Candidate], microbatch: int, batch: int) -> list[Candidate]:
+    """Return the candidates with an axis of micro-batches of `microbatch` samples on each data-parallel rank.
+
+    An axis that is free would leave open how many samples a rank has; it becomes one of each kind instead.
+
+    Raises:
+        UsageError: no candidate divides the batch into such micro-batches.
+    """
+    settled = dict.fromkeys(variant for mesh in meshes for variant in _variants(mesh))
+    found = []
+    for mesh in settled:
+        replicas = prod(axis.size for axis in mesh if axis.role in _DATA)
+        if batch % (microbatch * replicas) == 0:
+            count = batch // (microbatch * replicas)
+            found.append((MeshAxis("microbatch", count), *mesh) if count > 1 else mesh)
+    if not found:
+        parts = sorted({prod(axis.size for axis in mesh if axis.role in _DATA) for mesh in settled})
+        shown = " or ".join(map(str, parts))
+        raise UsageError(
+            f"--fix microbatch={microbatch}: a batch of {batch} does not divide into micro-batches of "
+            f"{microbatch} samples on each of {shown} data-parallel ranks; choose a divisor of {batch // parts[0]}"
+        )
+    return found
+
+
+def _variants(mesh: Candidate) -> Iterator[Candidate]:
+    if all(axis.role != "free" for axis in mesh):
+        yield mesh
+        return
+    kinds: tuple[Role, ...] = ("tp", *(("dp_shard",) if all(axis.role != "dp_shard" for axis in mesh) else ()))
+    for kind in kinds:
+        yield tuple(MeshAxis(kind, axis.size) if axis.role == "free" else axis for axis in mesh)
+
+
+def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy]]) -> None:
+    """Check that micro-batches can run one after another: none needs what only all of them together give.
+
+    `options` are strategies whose first axis is that of the micro-batches.
+
+    Raises:
+        InfeasibleError: an operator does, with what it is.
+    """
+    along = {name: found[0].axes[0] for name, found in options.items()}
+    counted = _of_inputs_alone(graph)
+    for op in graph.ops:
+        mine = along[graph.representative(op.name)]
+        if mine.inner and not op.target.startswith(_COUNTED_FIRST):
+            raise _needs_all(op)
+        for slot, ref in enumerate(op.refs):
+            source = along[graph.representative(ref.op)]
+            if _crosses(graph, op, slot, mine, source, counted):
+                raise _needs_all(op)
+
+
+def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, counted: frozenset[str]) -> bool:
+    """Return whether an operator reads what is spread over several micro-batches."""
+    ref = op.refs[slot]
+    have, need = source.outputs[ref.index], mine.inputs[slot]
+    if graph.by_name[ref.op].kind == "input" and isinstance(need, Shard) and need.dim == 0:
+        return False  # each micro-batch brings its part
+    if have == need or isinstance(have, Replicate):
+        return False  # a part of what is the same for all; whether it is that, the rewriter checks
+    return not (isinstance(have, Partial) and isinstance(need, Replicate) and ref.op in counted)
+
+
+def _of_inputs_alone(graph: Graph) -> frozenset[str]:
+    """Return the operators that depend on inputs and constants only."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind in {"input", "constant"} or (op.kind == "call" and all(ref.op in found for ref in op.refs)):
+            found.add(op.name)
+    return frozenset(found)
+
+
+def _needs_all(op: Op) -> InfeasibleError:
+    return InfeasibleError(
+        f"the batch cannot be cut into micro-batches: {op.where} needs all samples of a step at once; leave microbatch "
+        "out, or replace the operator (BatchNorm by GroupNorm or LayerNorm)"
+    )

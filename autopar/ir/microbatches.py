@@ -1,0 +1,83 @@
+"""Micro-batches as a leading mesh axis in time: decisions with it, for the rewriter, and without, for everyone else.
+
+Along time the batch is split as along a data-parallel axis, outside of every other split. What an operator does there
+is the `time` of its decision; layouts and meshes in a plan are those of one micro-batch on the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.ir.mesh import MICROBATCH, TIME, Axis, Mesh
+from autopar.ir.placement import Layout, Placement, Replicate, Shard
+from autopar.ir.plan import Decisions, OperatorDecision
+from autopar.ir.strategy import MeshStrategy, Strategy
+
+
+def joined(time: Placement, layout: Layout, count: int) -> Layout:
+    """Return the layout over time and ranks of what lies in `layout` within each of `count` micro-batches."""
+    inside = (_scaled(p, count) if isinstance(time, Shard) and _splits(p, time.dim) else p for p in layout)
+    return (time, *inside)
+
+
+def parted(layout: Layout, count: int) -> tuple[Placement, Layout]:
+    """Return what `joined` was given: the placement along time, and the layout within a micro-batch."""
+    time, *ranks = layout
+    if not isinstance(time, Shard):
+        return time, tuple(ranks)
+    inside = (Shard(p.dim, p.outer // count) if isinstance(p, Shard) and p.dim == time.dim else p for p in ranks)
+    return time, tuple(inside)
+
+
+def within(strategy: MeshStrategy, count: int) -> tuple[Strategy, MeshStrategy]:
+    """Return what an operator does along time, and on the ranks within one of `count` micro-batches."""
+    return strategy.axes[0], MeshStrategy(
+        axes=strategy.axes[1:],
+        inputs=tuple(parted(each, count)[1] for each in strategy.inputs),
+        outputs=tuple(None if each is None else parted(each, count)[1] for each in strategy.outputs),
+    )
+
+
+def with_time(decisions: Decisions) -> Decisions:
+    """Return the decisions on a mesh whose first axis is that of the micro-batches; themselves if there is but one."""
+    count = decisions.schedule.num_microbatches
+    if count == 1:
+        return decisions
+    return dataclasses.replace(
+        decisions,
+        mesh=Mesh((Axis(MICROBATCH, count, TIME), *decisions.mesh.axes)),
+        parameters={
+            name: dataclasses.replace(each, placements=joined(Replicate(), each.placements, count))
+            for name, each in decisions.parameters.items()
+        },
+        operators={name: _operator(each, count) for name, each in decisions.operators.items()},
+        outputs={name: joined(decisions.outputs_in_time[name], at, count) for name, at in decisions.outputs.items()},
+    )
+
+
+def _operator(decision: OperatorDecision, count: int) -> OperatorDecision:
+    time, old = decision.time, decision.strategy
+    if time is None:
+        raise ValueError(f"the plan has {count} micro-batches, and does not say what {decision.target} does with them")
+    strategy = MeshStrategy(
+        axes=(time, *old.axes),
+        inputs=_over(time.inputs, old.inputs, count),
+        outputs=tuple(
+            None if at is None or each is None else joined(at, each, count)
+            for at, each in zip(time.outputs, old.outputs, strict=True)
+        ),
+    )
+    return dataclasses.replace(decision, strategy=strategy)
+
+
+def _over(time: Sequence[Placement], layouts: Sequence[Layout], count: int) -> tuple[Layout, ...]:
+    return tuple(joined(at, each, count) for at, each in zip(time, layouts, strict=True))
+
+
+def _splits(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Shard) and placement.dim == dim
+
+
+def _scaled(placement: Placement, count: int) -> Placement:
+    return Shard(placement.dim, placement.outer * count) if isinstance(placement, Shard) else placement

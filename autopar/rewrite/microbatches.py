@@ -1,0 +1,133 @@
+"""Sums over micro-batches in a program that runs once for each of them.
+
+Localising along the axis in time leaves marks (`over_microbatches`) where a value of the whole batch is read. Some are
+results: each micro-batch gives its term, and who runs the program adds them up. Others count inputs (the tokens that
+a loss is the mean of): these are computed from all micro-batches' inputs before the first one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import Graph
+from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.marks import Mark, mark, over_microbatches, role
+
+TOTAL = "total_over_microbatches"
+"""Start of the names of placeholders that take a sum over all micro-batches."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What is summed over all micro-batches before the first runs."""
+
+    program: fx.GraphModule
+    """Takes `takes` of one micro-batch, returns its terms."""
+
+    takes: tuple[str, ...]
+    """Names of placeholders of the captured program, in the program's order."""
+
+    names: tuple[str, ...]
+    """Placeholders of the micro-batch program that take the sums, in the order of the terms."""
+
+
+def settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
+    """Replace every mark in the program by its term or by a placeholder for the sum; return how those sums are made.
+
+    Raises:
+        RewriteError: a value is needed that only all micro-batches together give.
+    """
+    _check_cuts(gm.graph, graph)
+    totals = _settle(gm, graph)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    return totals
+
+
+def _settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
+    wanted: list[fx.Node] = []
+    for node in gm.graph.find_nodes(op="call_function", target=over_microbatches):
+        if _is_result(node):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+        else:
+            wanted.append(node)
+    if not wanted:
+        return None
+    for node in wanted:
+        trained = [each for each in _ancestors([node]) if each.op == "placeholder" and not _is_given(each, graph)]
+        if trained:
+            raise RewriteError(f"{mark(node).moves or mark(node).origin} needs all micro-batches at once")
+    totals = _totals(gm, wanted)
+    for node, name in zip(wanted, totals.names, strict=True):
+        with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+            start = gm.graph.placeholder(name)
+        start.meta = {"val": node.meta["val"], "autopar": Mark(name, "forward")}
+        node.replace_all_uses_with(start)
+        gm.graph.erase_node(node)
+    return totals
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Return whether nothing but the program's caller reads a value, moved or not."""
+    return all(
+        user.op == "output" or (role(user) in {"move", "start", "wait"} and _is_result(user)) for user in node.users
+    )
+
+
+def _is_given(node: fx.Node, graph: Graph) -> bool:
+    return graph.by_name[node.name].kind in {"input", "constant"}
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the nodes and all they depend on, in the program's order."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return sorted(found)
+
+
+def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:
+    terms = [node.all_input_nodes[0] for node in wanted]
+    needed = _ancestors(terms)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in needed:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[term] for term in terms))
+    graph.lint()
+    takes = tuple(node.name for node in needed if node.op == "placeholder")
+    names = tuple(f"{TOTAL}_{number}" for number in range(len(wanted)))
+    return Totals(fx.GraphModule(gm, graph), takes, names)
+
+
+def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
+    """Check that what is cut along time is the same for every micro-batch, as all run the program of the first.
+
+    Values repeated along the batch are, and positions counted from the micro-batch's own start.
+    """
+    for node in graph.nodes:
+        if not node.meta.get("cut_in_time"):
+            continue
+        source = node.all_input_nodes[0].meta["val"]
+        repeated = isinstance(source, torch.Tensor) and source.stride(0) == 0
+        given = [
+            each
+            for each in _ancestors([node])
+            if each.op == "get_attr"
+            or (each.op == "placeholder" and captured.by_name[each.name].kind in {"input", "constant", "buffer"})
+        ]
+        if not repeated and given:
+            raise RewriteError(
+                f"{mark(node).moves or mark(node).origin} differs from micro-batch to micro-batch and comes from "
+                f"{given[0].name}, which is whole in each"
+            )

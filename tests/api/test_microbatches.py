@@ -1,0 +1,73 @@
+"""Plans with micro-batches: what they say, cost and refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.plan_json import from_json, to_json
+from tests.api.test_known_plans import Mlp
+
+
+def plan(fix: Mapping[str, object], cluster: str = "h100-sxm-80gb:2x2", batch: int = 64) -> autopar.Plan:
+    with torch.device("meta"):
+        model, x = Mlp(1024, 4), torch.empty(batch, 1024)
+    return autopar.plan(model, cluster, example_inputs=(x, x), fix=fix)
+
+
+def sent(made: autopar.Plan, axis: str) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for each in made.decisions.collectives:
+        if each.axis == axis:
+            counts[each.phase] = counts.get(each.phase, 0) + each.count
+    return counts
+
+
+def test_a_micro_batch_counts_the_samples_of_a_data_parallel_rank():
+    made = plan({"dp_replicate": 2, "tp": 2, "microbatch": 8})
+
+    assert made.workload.microbatch == 8
+    assert made.workload.num_microbatches == made.decisions.schedule.num_microbatches == 4
+    assert made.decisions.mesh.names == ("dp_replicate", "tp")
+    assert all(len(each.placements) == 2 for each in made.decisions.parameters.values())
+    assert from_json(to_json(made)) == made
+
+
+def test_gradients_are_reduced_once_and_activations_for_every_micro_batch():
+    one, four = (plan({"dp_replicate": 2, "tp": 2, "microbatch": size}) for size in (32, 8))
+
+    gradients = [each for each in four.decisions.collectives if each.axis == "dp_replicate" and each.bytes > 1024]
+    assert gradients
+    assert all(not each.overlapped for each in gradients)
+    assert sum(each.count * each.bytes for each in gradients) == sum(
+        each.count * each.bytes
+        for each in one.decisions.collectives
+        if each.axis == "dp_replicate" and each.bytes > 1024
+    )
+    assert sent(four, "tp")["forward"] == 4 * sent(one, "tp")["forward"]
+
+
+def test_small_micro_batches_take_longer_and_hold_less():
+    big, small = (plan({"dp_replicate": 4, "microbatch": size}, batch=1 << 16) for size in (1 << 14, 1 << 12))
+
+    whole_inputs = 2 * (1 << 16) * 1024 * 4  # every rank is given the whole batch
+    held = [made.estimates.memory.activations - whole_inputs for made in (big, small)]
+    assert held[1] == pytest.approx(held[0] / 4, rel=0.05)
+    assert small.estimates.memory.gradients == small.estimates.memory.parameters
+    assert small.estimates.step_time_s > big.estimates.step_time_s
+
+
+def test_an_indivisible_batch_says_what_divides():
+    with pytest.raises(UsageError, match=r"a batch of 64 does not divide into micro-batches of 5 samples on each of 4"):
+        plan({"dp_replicate": 4, "microbatch": 5})
+
+
+def test_batch_statistics_cannot_be_cut():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    with pytest.raises(InfeasibleError, match=r"batch_norm.* needs all samples of a step at once; .*GroupNorm"):
+        autopar.plan(model, "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})

@@ -1,0 +1,135 @@
+"""Programs of one micro-batch, run for each, against the program of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autopar
+from autopar.ir.microbatches import joined, parted, with_time
+from autopar.ir.placement import Layout, Partial, Replicate, Shard
+from autopar.rewrite import Totals, localised
+from autopar.rewrite.errors import RewriteError
+from tests.support.models import cases
+from tests.support.whole import Whole
+
+IGNORED = -100
+
+
+class Weighted(nn.Module):
+    """A loss of two terms with normalisers of their own, one of them beside the data; some tokens are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 5)
+        self.first = nn.Parameter(torch.ones(1, 1, 6))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and loss."""
+        x = torch.cat([self.first.expand(x.shape[0], -1, -1), x], 1)
+        hidden = torch.tanh(self.body(x))
+        logits = self.head(hidden)
+        last = hidden[:, 0]
+        tokens = functional.cross_entropy(logits[:, 1:].flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        rest = functional.cross_entropy(self.head(last), kinds) + last.square().mean() + 0.1 * self.head.bias.sum()
+        return logits, 2 * tokens + rest
+
+
+def weighted() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(3)
+    x, labels = torch.randn(8, 4, 6), torch.randint(0, 5, (8, 4))
+    labels[:3, 1:] = IGNORED  # the micro-batches count different numbers of tokens
+    return Weighted(), (x, labels, torch.randint(0, 4, (8,)))
+
+
+def models() -> dict[str, Any]:
+    return {**{name: cases()[name] for name in ("mlp", "tied", "plain")}, "weighted": weighted()}
+
+
+def programs(model: nn.Module, example: Any, count: int) -> tuple[Whole, torch.fx.GraphModule, Totals | None, Any]:
+    """Return the whole program, that of one of `count` micro-batches, what is summed first, and the decisions."""
+    whole = Whole.of(model, example)
+    batch = whole.captured.graph.batch_size
+    plan = autopar.plan(model, "cpu:1", example_inputs=example, fix={"microbatch": batch // count})
+    decisions = plan.decisions
+    assert plan.workload.num_microbatches == count
+    gm, totals = localised(whole.captured.joint, whole.captured.graph, decisions, 0)
+    return whole, gm, totals, decisions
+
+
+def parts(whole: Whole, gm: torch.fx.GraphModule, number: int, count: int) -> dict[str, torch.Tensor]:
+    """Return the values of the micro-batch's placeholders: its share of what is split along the batch."""
+    found = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in whole.values:
+            value = whole.values[node.name]
+            small = tuple(node.meta["val"].shape)
+            found[node.name] = value if tuple(value.shape) == small else value.chunk(count)[number]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", list(models()))
+def test_micro_batches_add_up_to_the_step(name: str, count: int):
+    whole, gm, totals, decisions = programs(*models()[name], count)
+    want = whole.run()
+
+    given = [parts(whole, gm, number, count) for number in range(count)]
+    sums: dict[str, torch.Tensor] = {}
+    if totals is not None:
+        terms = [totals.program(*[each[name] for name in totals.takes]) for each in given]
+        sums = {name: sum(term[i] for term in terms) for i, name in enumerate(totals.names)}
+    order = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    made = [gm(*[{**each, **sums}[name] for name in order]) for each in given]
+
+    for place, output in enumerate(whole.captured.graph.outputs):
+        if output.ref is None:
+            continue
+        in_time = Partial() if output.kind == "gradient" else decisions.outputs_in_time[output.name]
+        values = [each[place] for each in made]
+        got = torch.cat(values) if isinstance(in_time, Shard) else sum(values)
+        torch.testing.assert_close(got, want[place], rtol=1e-5, atol=1e-6)
+
+
+class Positions(nn.Module):
+    """Reads a row of a table for each sample of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.arange(32.0).reshape(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.rows).square().mean()
+
+
+def test_a_table_with_a_row_a_sample_is_refused():
+    with pytest.raises(RewriteError, match="differs from micro-batch to micro-batch and comes from"):
+        programs(Positions(), (torch.randn(8, 4),), 2)
+
+
+@pytest.mark.parametrize(
+    ("time", "inside"),
+    [
+        (Shard(0), (Shard(0), Shard(0, outer=2))),
+        (Shard(0), (Replicate(), Shard(1))),
+        (Replicate(), (Shard(0), Partial())),
+        (Partial(), (Replicate(), Shard(0))),
+    ],
+)
+def test_layouts_are_parted_as_they_were_joined(time, inside: Layout):
+    whole = joined(time, inside, 4)
+
+    assert parted(whole, 4) == (time, inside)
+
+
+def test_decisions_of_one_micro_batch_stay_as_they_are():
+    model, example = cases()["mlp"]
+    decisions = autopar.plan(model, "cpu:1", example_inputs=example).decisions
+
+    assert with_time(decisions) is decisions
