@@ -3,7 +3,7 @@
     programs = rewrite(captured.joint, captured.graph, plan.decisions, rank)
 
 Nothing is decided here: layouts are the plan's, the collectives between them
-`ir.reshard`'s. The passes are those of the two tuples below, then of `programs.LAST`, in order.
+`ir.reshard`'s. The passes are those of `local`, then of `programs.LAST`, in order.
 """
 
 from __future__ import annotations
@@ -17,33 +17,14 @@ from autopar.ir.placement import Layout
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.rewrite.buckets import MergeReductions
-from autopar.rewrite.device import passes_for
 from autopar.rewrite.emitted import emitted
 from autopar.rewrite.inputs import batch_axes, batch_layout
+from autopar.rewrite.local import PHASE, local_program
 from autopar.rewrite.partition import copied, partition
-from autopar.rewrite.passes import Applied, Pass, run_passes
+from autopar.rewrite.passes import Applied, run_passes
 from autopar.rewrite.programs import LAST, Emitted, Programs, RewriteError, Saved, Value
-from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
-from autopar.rewrite.shapes import propagate
-from autopar.rewrite.simplify import DropIdentities, DropUnreadStatistics, MergeEqualViews, ViewWhatCanBeViewed
-from autopar.rewrite.spmd import Localiser
 
 __all__ = ["Applied", "Emitted", "Programs", "RewriteError", "Saved", "Value", "batch_axes", "batch_layout", "rewrite"]
-
-_LOCAL: tuple[Pass, ...] = (
-    DropIdentities(),
-    ViewWhatCanBeViewed(),
-    MergeEqualViews(),
-    DropUnreadStatistics(),
-)
-"""On the whole local program."""
-
-_PHASE: tuple[Pass, ...] = (
-    IssueEarly(),
-    SinkWaits(),
-    PrefetchGathers(ahead_bytes=64 << 20),
-)
-"""On forward and on backward, each by itself."""
 
 
 def rewrite(
@@ -63,16 +44,12 @@ def rewrite(
         RewriteError: an operator does not fit the layouts that the plan gives it.
     """
     decisions = squeeze(decisions)
-    localiser = Localiser(joint, graph, decisions, rank, split)
-    gm = localiser.run()
-    gm.graph.lint()
-    names = {op.name: op.where for op in graph.ops}
-    propagate(gm, names, by="localise")
-    applied = list(run_passes(gm, (*passes_for(device), *_LOCAL)))
+    gm, localiser, made = local_program(joint, graph, decisions, rank, split, device)
+    applied = list(made)
     cut = partition(gm, graph)
     for phase in (cut.forward, cut.backward):
         if phase is not None:
-            applied += run_passes(phase, _PHASE)
+            applied += run_passes(phase, PHASE)
     draft = None if cut.backward is None else fx.GraphModule(cut.backward, copied(cut.backward.graph))
     if cut.backward is not None:
         applied += run_passes(cut.backward, (MergeReductions(decisions.buckets),))
