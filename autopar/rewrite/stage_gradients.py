@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -98,7 +99,7 @@ def _is_linear(node: fx.Node) -> bool:
     if len(inputs) != 1 or not isinstance(node.meta["val"], torch.Tensor):
         return False
     if role(node) == "start":
-        return node.args[1] == "sum" if "reduce" in COLLECTIVES[node.target] else True
+        return "reduce" not in COLLECTIVES[cast("Any", node.target)] or node.args[1] == "sum"
     return role(node) != "operator" or node.target in _CASTS or is_view(str(node.target))
 
 
