@@ -40,14 +40,14 @@ def partition(gm: fx.GraphModule, graph: Graph) -> Cut:
     tangents = [graph_op.name for graph_op in graph.ops if graph_op.kind == "tangent"]
     placeholders = gm.graph.find_nodes(op="placeholder")
     starts = [node for node in placeholders if node.name not in tangents]
-    needed = _ancestors(gm.graph, [node for node in [*visible, *gradients] if node is not None])
-    early = _ancestors(gm.graph, [node for node in visible if node is not None])
-    forward = {node for node in needed if node in early or _is_forward(node, tangents)}
+    needed = ancestors([node for node in [*visible, *gradients] if node is not None])
+    early = ancestors([node for node in visible if node is not None])
+    forward = {node for node in needed if node in early or is_forward(node, tangents)}
     forward |= {node for node in placeholders if node.name not in tangents}
-    forward |= _early_cuts(gm.graph, needed, forward)
+    forward |= early_cuts(gm.graph, needed, forward)
     backward = [node for node in gm.graph.nodes if node in needed and node not in forward and node.op != "placeholder"]
     mutated = {each.name for each in graph.outputs if each.kind == "mutation"}
-    crossing = _own_memory(gm.graph, _crossing(backward, gradients, forward), starts, mutated)
+    crossing = own_memory(gm.graph, crossing_values(backward, gradients, forward), starts, mutated)
     forward |= set(crossing)
     gradients = _own_gradients(gm.graph, gradients)
     backward += [node for node in gradients if node is not None and node not in forward and node not in backward]
@@ -62,13 +62,15 @@ def partition(gm: fx.GraphModule, graph: Graph) -> Cut:
     return Cut(first, second, saved)
 
 
-def _is_forward(node: fx.Node, tangents: Sequence[str]) -> bool:
+def is_forward(node: fx.Node, tangents: Sequence[str]) -> bool:
+    """Return whether a node was written for forward; placeholders but tangents are there."""
     if node.op == "placeholder":
         return node.name not in tangents
     return mark(node).phase == "forward"
 
 
-def _ancestors(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that `roots` depend on, themselves included."""
     found: set[fx.Node] = set()
     todo = list(roots)
     while todo:
@@ -79,20 +81,22 @@ def _ancestors(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _early_cuts(graph: fx.Graph, needed: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
+def early_cuts(graph: fx.Graph, needed: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
     """Return slices that backward cuts from forward values which it reads nothing else of: saving them is less."""
     early: set[fx.Node] = set()
     for node in graph.nodes:
         if node not in forward or node.op == "placeholder" or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         late = [user for user in node.users if user in needed and user not in forward and user.op != "output"]
-        cuts = [user for user in late if role(user) == "move" and _is_cut(user)]
+        cuts = [user for user in late if role(user) == "move" and is_cut(user)]
         if late and len(cuts) == len(late) and sum(cut.meta["val"].nbytes for cut in cuts) < node.meta["val"].nbytes:
             early.update(cuts)
     return early
 
 
-def _crossing(backward: Sequence[fx.Node], gradients: Sequence[fx.Node | None], forward: set[fx.Node]) -> list[fx.Node]:
+def crossing_values(
+    backward: Sequence[fx.Node], gradients: Sequence[fx.Node | None], forward: set[fx.Node]
+) -> list[fx.Node]:
     """Return the forward nodes that backward reads, each once, in order of first use; constants are no values."""
     read: dict[fx.Node, None] = {}
     for node in backward:
@@ -101,7 +105,7 @@ def _crossing(backward: Sequence[fx.Node], gradients: Sequence[fx.Node | None], 
     return [node for node in read if node.op != "get_attr"]
 
 
-def _own_memory(
+def own_memory(
     graph: fx.Graph, crossing: Sequence[fx.Node], starts: Sequence[fx.Node], mutated: Collection[str]
 ) -> list[fx.Node]:
     """Copy what would else be saved as part of something larger, or be overwritten before backward reads it.
@@ -110,12 +114,12 @@ def _own_memory(
     alive, the latter a buffer that this step gives a new value.
     """
     tensors = [node for node in crossing if isinstance(node.meta["val"], torch.Tensor)]
-    held = {storage_key(node.meta["val"]) for node in [*starts, *(each for each in tensors if not _is_cut(each))]}
+    held = {storage_key(node.meta["val"]) for node in [*starts, *(each for each in tensors if not is_cut(each))]}
     kept = []
     for node in crossing:
         overwritten = node in starts and node.name in mutated
-        if overwritten or (_is_cut(node) and storage_key(node.meta["val"]) not in held):
-            copy = _copy(graph, node)
+        if overwritten or (is_cut(node) and storage_key(node.meta["val"]) not in held):
+            copy = copied_behind(graph, node)
             readers = [user for user in node.users if user is not copy and mark(user).phase == "backward"]
             for user in readers if overwritten else [user for user in node.users if user is not copy]:
                 user.replace_input_with(node, copy)
@@ -126,10 +130,10 @@ def _own_memory(
 
 def _own_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> list[fx.Node | None]:
     """Copy each gradient that a redistribution cut from a larger one, which would else stay alive with it."""
-    return [_copy(graph, node) if node is not None and _is_cut(node) else node for node in gradients]
+    return [copied_behind(graph, node) if node is not None and is_cut(node) else node for node in gradients]
 
 
-def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def copied_behind(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Return a new node behind `node` that copies it, or behind all placeholders if it is one."""
     behind = node if node.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(behind):
@@ -138,7 +142,8 @@ def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _is_cut(node: fx.Node) -> bool:
+def is_cut(node: fx.Node) -> bool:
+    """Return whether a redistribution cut the value from something larger, which it keeps alive."""
     value = node.meta["val"]
     return role(node) == "move" and isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes
 

@@ -1,0 +1,320 @@
+"""Pipeline stages of a program: its blocks in the order they run, and the stage of every operator once it is cut.
+
+Forward operators are cut in program order, so that values only ever flow to the
+same or a later stage. Backward operators belong to the stage of the forward
+operator they come from, and gradients only ever flow to the same or an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.graph import Graph, Op, once_per_graph
+from autopar.ir.roles import parameter_like
+from autopar.suggest import did_you_mean
+
+_LARGE = 1 / 3
+"""Share of the forward operators above which a block that holds a row of blocks itself is cut there too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A block of the model that no cut into stages splits, with what runs behind it up to the next one."""
+
+    path: str
+    """Of its module."""
+
+    ops: tuple[str, ...]
+    """Forward operators, in program order."""
+
+    parameters: tuple[str, ...]
+    """Names of the parameters that they read; one that several units read is in each."""
+
+
+@once_per_graph
+def units(graph: Graph) -> tuple[Unit, ...]:
+    """Return the blocks between which the program may be cut, in program order: at least one.
+
+    They are the children of module lists (`model.layers.7`), of the outer ones where lists are nested; without lists,
+    the innermost modules that hold parameters. Operators of no block belong to the block running before them,
+    those before the first block to the first.
+    """
+    paths = _block_paths(graph)
+    running = _running(graph, paths)
+    members: dict[str, list[str]] = {}
+    for name, path in running.items():
+        members.setdefault(path, []).append(name)
+    return tuple(Unit(path, tuple(ops), _parameters(graph, ops)) for path, ops in members.items())
+
+
+def stage_of(graph: Graph, blocks: Sequence[Sequence[str]]) -> Mapping[str, int]:
+    """Return the stage of every operator, parameter, buffer, input, constant and tangent.
+
+    `blocks[i]` are the module paths of stage i, as a plan stores them; what lies below a path belongs to it. A block
+    that is not named runs in the stage of the block before it. What several stages read has the first of them.
+
+    Raises:
+        UsageError: a path names no module of the program, is named twice, or runs before a path of an earlier stage.
+        InfeasibleError: more stages than blocks.
+    """
+    _check(graph, blocks)
+    found = _forward_stages(graph, blocks)
+    _add_backward(graph, found)
+    _add_starts(graph, found)
+    return found
+
+
+def too_many_stages(stages: int, found: Sequence[Unit]) -> InfeasibleError:
+    """Return the error about a cut into more stages than the model has blocks."""
+    names = [unit.path or "the model itself" for unit in found]
+    shown = ", ".join(names if len(names) <= 4 else [names[0], names[1], "...", names[-1]])
+    return InfeasibleError(
+        f"{stages} pipeline stages, and the model has {len(found)} blocks to cut between ({shown}); "
+        f"use at most --fix pp={len(found)}, or put the layers into a torch.nn.ModuleList"
+    )
+
+
+def _block_paths(graph: Graph) -> tuple[str, ...]:
+    holders = {path for op in graph.ops if op.kind == "parameter" for path in _holders(graph, op)}
+    modules = [op.module for op in graph.ops if _runs(op)]
+    blocks = _rows(modules, holders, "")
+    if blocks:
+        return tuple(blocks)
+    used = {path for path in holders if any(_lies_in(module, path) for module in modules)}
+    return tuple(sorted(path for path in used if not any(path != q and _lies_in(q, path) for q in used)))
+
+
+def _rows(modules: Sequence[str], holders: Iterable[str], below: str) -> list[str]:
+    """Return the children of the outermost module lists below a path; large ones are cut further where possible."""
+    inside = [path for path in holders if _lies_in(path, below)]
+    depth = len(below.split(".")) if below else 0
+    rows: dict[str, set[str]] = {}
+    for path in inside:
+        parts = path.split(".")
+        for at in range(depth, len(parts)):
+            if parts[at].isdigit():
+                rows.setdefault(".".join(parts[:at]), set()).add(".".join(parts[: at + 1]))
+    rows = {row: children for row, children in rows.items() if len(children) > 1}
+    outer = [row for row in rows if not any(row != r and _lies_in(row, r) for r in rows)]
+    found: list[str] = []
+    for child in sorted(child for row in outer for child in rows[row]):
+        own = sum(_lies_in(module, child) for module in modules)
+        if own:
+            inner = _rows(modules, inside, child) if own > _LARGE * len(modules) else []
+            found += inner or [child]
+    return found
+
+
+def _running(graph: Graph, paths: Sequence[str]) -> dict[str, str]:
+    """Return, for every forward operator, the block that runs at its time: the one that started last.
+
+    A block starts at its first operator that computes with parameters: masks and views may be made far ahead.
+    """
+    if not paths:
+        return {op.name: "" for op in graph.ops if _runs(op)}
+    starts = _starts(graph, paths)
+    order = sorted((path for path in paths if path in starts), key=starts.__getitem__)
+    if not order:
+        return {op.name: "" for op in graph.ops if _runs(op)}
+    begins = {starts[path]: path for path in order}
+    current = order[0]
+    found = {}
+    for op in graph.ops:
+        if _runs(op):
+            current = begins.get(graph.position[op.name], current) if op.name not in found else current
+            found[op.name] = current
+    return found
+
+
+def _starts(graph: Graph, paths: Iterable[str]) -> dict[str, int]:
+    """Return the position at which each block first runs."""
+    known = set(paths)
+    shared = everywhere(graph)
+    found: dict[str, int] = {}
+    for op in graph.ops:
+        if _runs(op) and op.name not in shared:
+            path = _longest(op.module, known)
+            if path is not None:
+                found.setdefault(path, graph.position[op.name])
+    return found
+
+
+@once_per_graph
+def everywhere(graph: Graph) -> frozenset[str]:
+    """Return what any stage may have for itself: operators that read no parameter, or only view or cast one.
+
+    Parameters, buffers, inputs, constants and tangents are among them.
+    """
+    free: set[str] = set()
+    for op in graph.ops:
+        given = op.kind in {"buffer", "input", "constant"}
+        if given or (op.kind == "call" and all(ref.op in free for ref in op.refs)):
+            free.add(op.name)
+    return frozenset(free | parameter_like(graph) | {op.name for op in graph.ops if op.kind == "tangent"})
+
+
+def _check(graph: Graph, blocks: Sequence[Sequence[str]]) -> None:
+    if len(blocks) == 1 and not blocks[0]:
+        return
+    found = units(graph)
+    empty = [stage for stage, paths in enumerate(blocks) if not paths]
+    if not blocks or empty:
+        if len(blocks) > len(found):
+            raise too_many_stages(len(blocks), found)
+        raise UsageError(
+            f"stage {empty[0] if empty else 0} of {len(blocks)} has no blocks; name at least one module path"
+        )
+    flat = [path for paths in blocks for path in paths]
+    doubled = next((path for place, path in enumerate(flat) if path in flat[:place]), None)
+    if doubled is not None:
+        raise UsageError(f"block {doubled!r} is named in two places; each block has one stage")
+    known = _known_paths(graph)
+    for path in flat:
+        if path not in known:
+            close = did_you_mean(path, [unit.path for unit in found]) or did_you_mean(path, known)
+            raise UsageError(f"no module {path!r} in the program{close}; its blocks are {_shown(found)}")
+    _check_order(graph, blocks)
+
+
+def _check_order(graph: Graph, blocks: Sequence[Sequence[str]]) -> None:
+    starts = _starts(graph, [path for paths in blocks for path in paths])
+    used = [[path for path in paths if path in starts] for paths in blocks]
+    for (before, earlier), (stage, later) in pairwise((i, paths) for i, paths in enumerate(used) if paths):
+        last, first = max(earlier, key=starts.__getitem__), min(later, key=starts.__getitem__)
+        if starts[first] < starts[last]:
+            raise UsageError(
+                f"block {first!r} of stage {stage} runs before block {last!r} of stage {before}; "
+                f"stages follow the order in which blocks run: {_shown(units(graph))}"
+            )
+
+
+def _known_paths(graph: Graph) -> set[str]:
+    """Return the paths of all modules that run or hold parameters, their parents included."""
+    modules = {op.module for op in graph.ops if op.kind == "call"}
+    modules |= {path for op in graph.ops if op.kind in {"parameter", "buffer"} for path in _holders(graph, op)}
+    return {".".join(m.split(".")[:n]) for m in modules for n in range(1, len(m.split(".")) + 1)} | {""}
+
+
+def _shown(found: Sequence[Unit]) -> str:
+    names = [repr(unit.path) for unit in found]
+    return ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-2:]])
+
+
+def _forward_stages(graph: Graph, blocks: Sequence[Sequence[str]]) -> dict[str, int]:
+    stages = {path: stage for stage, paths in enumerate(blocks) for path in paths}
+    begins: dict[int, int] = {}
+    for path, at in _starts(graph, stages).items():
+        begins[at] = stages[path]
+    current = 0
+    found: dict[str, int] = {}
+    for op in graph.ops:
+        if _runs(op):
+            current = max(current, begins.get(graph.position[op.name], current))
+            found[op.name] = current
+    return found
+
+
+def _add_backward(graph: Graph, found: dict[str, int]) -> None:
+    """Add the backward operators: to their module's stage, so far as gradients then flow to earlier stages only."""
+    shared = everywhere(graph)
+    last = max(found.values(), default=0)
+    places, present = _places(graph, found), _present(graph, found)
+    for op in graph.ops:
+        if op.kind != "call" or op.phase != "backward":
+            continue
+        reads = [graph.by_name[ref.op] for ref in op.refs]
+        own_values = [each for each in reads if each.name not in shared]
+        behind = [found[each.name] for each in own_values if each.phase == "backward"]
+        saved = [each.name for each in own_values if each.phase == "forward"]
+        high, low = min(behind, default=last), max((found[name] for name in saved), default=0)
+        own = places.get((op.module, op.source)) or places.get((op.module, None)) or frozenset(range(last + 1))
+        if op.target == "aten.add.Tensor" and len(behind) > 1:
+            # Gradients of one value that several stages read: added up before they travel, not each sent by itself.
+            found[op.name] = high
+            continue
+        fit = [stage for stage in own if low <= stage <= high]
+        # Where several fit, the last one that has all it reads of forward.
+        handy = [stage for stage in fit if all(stage in present[name] for name in saved)]
+        natural = max(handy) if handy else min(fit, default=max(low, *own))
+        found[op.name] = min(natural, high)
+
+
+def _places(graph: Graph, found: Mapping[str, int]) -> dict[tuple[str, str | None], frozenset[int]]:
+    """Return the stages of the forward operators of each module and source line, and of each module."""
+    shared = everywhere(graph)
+    places: dict[tuple[str, str | None], set[int]] = {}
+    for op in graph.ops:
+        if _runs(op) and op.name not in shared:
+            for key in ((op.module, op.source), (op.module, None)):
+                places.setdefault(key, set()).add(found[op.name])
+    return {key: frozenset(stages) for key, stages in places.items()}
+
+
+def _present(graph: Graph, found: Mapping[str, int]) -> dict[str, set[int]]:
+    """Return, for each forward operator, the stages whose forward makes or reads its value."""
+    present = {op.name: {found[op.name]} for op in graph.ops if _runs(op)}
+    for op in graph.ops:
+        if _runs(op):
+            for ref in op.refs:
+                present.setdefault(ref.op, set()).add(found[op.name])
+    return present
+
+
+def _add_starts(graph: Graph, found: dict[str, int]) -> None:
+    """Add what programs start from, each to the first stage that reads it; tangents to the last."""
+    views = parameter_like(graph)
+    first: dict[str, int] = {}
+    for op in reversed(graph.ops):
+        users = graph.users[op.name]
+        if op.kind == "call" and op.name not in views:
+            first[op.name] = found[op.name]
+            continue
+        stages = [first[user] for user in users if user in first]
+        if op.kind == "tangent":
+            found[op.name] = max(stages, default=0)
+        elif stages:
+            first[op.name] = min(stages)
+        elif op.kind == "call":
+            first[op.name] = found[op.name]
+        if op.kind not in {"call", "tangent"}:
+            found[op.name] = first.get(op.name, 0)
+
+
+def _parameters(graph: Graph, ops: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the parameters that operators read, through views and casts too."""
+    views = parameter_like(graph)
+    found: dict[str, None] = {}
+    pending = [ref.op for name in reversed(ops) for ref in reversed(graph.by_name[name].refs) if name not in views]
+    while pending:
+        op = graph.by_name[pending.pop()]
+        if op.name in views:
+            pending += [ref.op for ref in op.refs]
+            if op.kind == "parameter":
+                found[op.target] = None
+    return tuple(found)
+
+
+def _holders(graph: Graph, op: Op) -> list[str]:
+    """Return the modules that hold a parameter, one for each of its tied names."""
+    return [name.rpartition(".")[0] for name in graph.aliases.get(op.target, (op.target,))]
+
+
+def _runs(op: Op) -> bool:
+    return op.kind == "call" and op.phase == "forward"
+
+
+def _lies_in(path: str, block: str) -> bool:
+    return not block or path == block or path.startswith(f"{block}.")
+
+
+def _longest(module: str, known: set[str]) -> str | None:
+    """Return the innermost of the known paths that a module lies in."""
+    parts = module.split(".") if module else []
+    for count in range(len(parts), -1, -1):
+        path = ".".join(parts[:count])
+        if path in known:
+            return path
+    return None
