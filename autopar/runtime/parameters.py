@@ -87,7 +87,7 @@ def place(
         placer.by_id.setdefault(id(slot.value), []).append(slot)
     if init_fn is not None and any(slot.value.is_meta for slot in every):
         _materialise(model, every, placer, init_fn)
-    rest = [slot for slot in every if id(slot.value) not in placer.finished]
+    rest = [slot for slot in slots(model) if id(slot.value) not in placer.finished]
     unique = list({id(slot.value): slot for slot in rest}.values())
     _equalise([slot.value for slot in unique], ranks)
     for slot in unique:

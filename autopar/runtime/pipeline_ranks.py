@@ -93,7 +93,7 @@ class PipelineRanks:
         The first message of a pair on NCCL blocks until the other rank sends or receives too, which in the middle of a
         schedule it may be kept from by a third.
         """
-        for pair in sorted({(min(pair), max(pair)) for pair in pairs} - self._met):
+        for pair in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]} - self._met):
             self._met.add(pair)
             if self.index not in pair:
                 continue

@@ -1,7 +1,7 @@
 """A chain of layers cut into pipeline stages by hand: programs for tests of their execution, and the model itself.
 
-Layer i: h(i+1) = tanh(h(i) W(i)^T + b(i)); the loss is the squared error summed over rows that `mask` counts, divided by
-their number in the whole batch. Options add a value that skips stages, a tied weight, dropout.
+Layer i: h(i+1) = tanh(h(i) W(i)^T + b(i)); the loss is the squared error summed over rows that `mask` counts, divided
+by their number in the whole batch. Options add a value that skips stages, a tied weight, dropout.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ class Chain(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(layers)
         self.w = nn.ParameterList(
-            nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 2)
-            for _ in range(layers)
+            nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 2) for _ in range(layers)
         )
         self.b = nn.ParameterList(
             nn.Parameter(torch.randn(WIDTH, generator=generator, dtype=torch.float64) / 2) for _ in range(layers)
@@ -255,9 +254,7 @@ def programs(layers: Layers, stages: Sequence[int], trained: bool = True) -> Sta
             drawn.append(Drawn(s, "backward", lambda env, s=s: layers.backward(s, env)))
             drawn.append(Drawn(s, "weights", lambda env, s=s: layers.weights(s, env)))
         else:
-            drawn.append(
-                Drawn(s, "backward", lambda env, s=s: (layers.backward(s, env), layers.weights(s, env))[0])
-            )
+            drawn.append(Drawn(s, "backward", lambda env, s=s: (layers.backward(s, env), layers.weights(s, env))[0]))
     with step_seed(0):
         for each in drawn:
             env = Recorded(known)
@@ -286,7 +283,10 @@ def programs(layers: Layers, stages: Sequence[int], trained: bool = True) -> Sta
                 one.body(env)
                 return tuple(env.made[f"d{e.name}" if e.kind == "gradient" else e.name] for e in gives)
 
-            return make_fx(program)(*[known[item.name] for item in takes])
+            made = make_fx(program)(*[known[item.name] for item in takes])
+            if layers.reduce:
+                _sum_loss(made, gives, layers.reduce)
+            return made
 
         made: dict[int, StageProgram] = {}
         for s in stages:
@@ -336,6 +336,18 @@ def _finish(layers: Layers, parts: Mapping[str, Any]) -> tuple[fx.GraphModule | 
     if not layers.reduce or not names:
         return None, ()
     return summed(names, layers.reduce), names
+
+
+def _sum_loss(gm: fx.GraphModule, gives: Sequence[Item], axis: str) -> None:
+    """Sum the loss of the ranks' own rows over a mesh axis."""
+    (output,) = gm.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for i, item in enumerate(gives):
+        if item == Item("output", "loss"):
+            with gm.graph.inserting_before(output):
+                start = gm.graph.call_function(C10D.all_reduce.default, (results[i], "sum", axis))
+                results[i] = gm.graph.call_function(C10D.wait_tensor.default, (start,))
+    output.args = (tuple(results),)
 
 
 def summed(names: Sequence[str], axis: str) -> fx.GraphModule:
@@ -395,7 +407,9 @@ def compile_staged(
     decisions = Decisions(
         degrees={},
         mesh=mesh,
-        parameters={name: ParameterDecision(placements=whole) for name, _ in model.named_parameters(remove_duplicate=False)},
+        parameters={
+            name: ParameterDecision(placements=whole) for name, _ in model.named_parameters(remove_duplicate=False)
+        },
         operators={},
         outputs={},
         collectives=(),
