@@ -30,14 +30,14 @@ class _Sent:
 class Mailbox:
     """The messages of one step of one rank.
 
-    With `ordered`, sends and receives are issued in the one order that all ranks share, as a channel without tags
-    needs (NCCL); else a receive is posted whenever its action is near.
+    On a pipeline that is `ordered`, sends and receives are issued in the one order that all ranks share, as a channel
+    without tags needs (NCCL); else a receive is posted whenever its action is near.
     """
 
-    def __init__(self, routes: Routes, pipeline: PipelineRanks, *, ordered: bool, ahead: int = AHEAD) -> None:
+    def __init__(self, routes: Routes, pipeline: PipelineRanks, ahead: int = AHEAD) -> None:
         self._routes = routes
         self._pipeline = pipeline
-        self._ordered = ordered
+        self._ordered = pipeline.ordered
         self._ahead = ahead
         self._near = 0
         self._next = 0

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar._torch import dtensor_of, dtensor_spec
-from autopar.ir.placement import Replicate
+from autopar._torch import dtensor_of, dtensor_spec, local_of
+from autopar.ir.placement import Replicate, Shard
 from autopar.runtime.errors import group_lost
 from autopar.runtime.pipeline_ranks import PipelineRanks
-from autopar.runtime.placing import dtensor_placements
+from autopar.runtime.placing import dtensor_placements, own_part
 from autopar.runtime.program import Value
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import dense_strides
@@ -32,6 +33,8 @@ class Outputs:
         self._microbatches = program.schedule.microbatches
         self._combine = dict(program.staged.outputs)
         self._values = program.outputs
+        split = [each.layout for each in program.inputs if each.name in program.split_inputs]
+        self._brought = [i for i, each in enumerate(split[0]) if isinstance(each, Shard)] if split else []
         self._specs = {each.name: self._spec(each) for each in self._values}
         self._parts: dict[str, list[Any]] = {}
 
@@ -60,7 +63,7 @@ class Outputs:
         found = []
         for value in self._values:
             parts = self._parts.pop(value.name, None)
-            local = None if parts is None else parts[0] if len(parts) == 1 else torch.cat(parts)
+            local = None if parts is None else parts[0] if len(parts) == 1 else self._stacked(value, parts)
             if value.meta is not None and not value.meta.shape:
                 found.append(self._everywhere(value, local))
                 continue
@@ -69,6 +72,30 @@ class Outputs:
                 local = torch.empty(0, dtype=_dtype(value), device=self._pipeline.ranks.device)
             found.append(local if spec is None else dtensor_of(local, spec))
         return found
+
+    def _stacked(self, value: Value, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's rows of an output of which it has rows of every micro-batch.
+
+        Where ranks bring their own rows of the batch, these are the rows in order. Where programs split each
+        micro-batch, a rank has every so many rows, and ranks exchange them.
+        """
+        axes = [i for i, each in enumerate(value.layout) if isinstance(each, Shard) and each.dim == 0]
+        if not axes or self._brought == axes:
+            return torch.cat(parts)
+        from torch.distributed import tensor as dt
+
+        mesh, count = self._pipeline.groups.mesh, len(parts)
+        local = torch.stack(parts)  # [micro-batches, rows of each, ...]
+        layout = dtensor_placements(value.name, value.layout, mesh)
+        inside = [dt.Shard(each.dim + 1) if isinstance(each, dt.Shard) else each for each in layout]
+        held = dt.DTensor.from_local(local, self._pipeline.groups.device_mesh, inside, run_check=False)
+        even = count % math.prod(mesh.sizes[i] for i in axes) == 0
+        wanted = [(dt.Shard(0) if even else dt.Replicate()) if i in axes else each for i, each in enumerate(inside)]
+        found = local_of(held.redistribute(placements=wanted)).flatten(0, 1)
+        if even:
+            return found
+        rows = tuple(each if i in axes else Replicate() for i, each in enumerate(value.layout))
+        return own_part(found, rows, mesh, self._pipeline.groups.rank).contiguous()
 
     def _everywhere(self, value: Value, local: torch.Tensor | None) -> torch.Tensor:
         """Return a scalar of one stage on all ranks, in memory that no program knows."""

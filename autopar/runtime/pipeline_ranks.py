@@ -37,6 +37,9 @@ class PipelineRanks:
     meshes: tuple[Any, ...] = ()
     """torch's DeviceMesh of each pipeline rank; empty if there is one."""
 
+    ordered: bool = False
+    """Whether messages must be issued in one order on all ranks: all but gloo have no tags to tell them apart."""
+
     _shared: dict[tuple[int, ...], Any] = field(default_factory=dict)
     _met: set[tuple[int, int]] = field(default_factory=set)
 
@@ -58,7 +61,7 @@ class PipelineRanks:
         groups = Groups(mesh, meshes[index] if mesh.axes else None, names, inner)
         messages = dist.new_group(timeout=group_timeout(ranks.device))
         lines = [_group(range(at, depth * width, width), ranks) for at in range(width)]
-        return cls(ranks, depth, groups, messages, lines[inner], meshes)
+        return cls(ranks, depth, groups, messages, lines[inner], meshes, not is_gloo(ranks.device.type))
 
     @property
     def width(self) -> int:

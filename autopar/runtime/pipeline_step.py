@@ -110,7 +110,7 @@ class Step:
         sources.outputs.begin()
         seed = None if sources.seeds is None else sources.seeds.draw()
         self._add_up()
-        mailbox = Mailbox(routes, self._pipeline, ordered=self._pipeline.ranks.device.type != "cpu")
+        mailbox = Mailbox(routes, self._pipeline)
         for position, action in enumerate(routes.row):
             mailbox.receive(position, self._deliver)
             with self._seeded(seed, action.microbatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from autopar.errors import InputMismatchError
 from autopar.ir.schedule import PipelineSchedule
 from autopar.runtime import pipeline_ranks
 from autopar.runtime.errors import PeerLostError
+from autopar.runtime.pipeline_step import Step
 from autopar.simulate.generators import generate
 from tests.support.decide import mesh_of
 from tests.support.ranks import RankPool
@@ -53,11 +55,13 @@ def train(model: nn.Module, data: Any, steps: int = 2) -> list[float]:
     return losses
 
 
-def compare(rank: int, layers: Layers, schedule: PipelineSchedule) -> tuple[list[str], list[str]]:
+def compare(
+    rank: int, layers: Layers, schedule: PipelineSchedule, ordered: bool = False
+) -> tuple[list[str], list[str]]:
     """Train the chain as a pipeline and alone; return the names this rank holds, of parameters and of all."""
     data = batch(layers.rows * schedule.microbatches)
     reference = Chain(layers.count, layers.skip, tied=layers.tied)
-    mine, _ = compile_staged(copy.deepcopy(reference), layers, schedule)
+    mine, _ = compile_staged(copy.deepcopy(reference), layers, schedule, ordered=ordered)
 
     want, got = train(reference, data), train(mine, data)
 
@@ -100,8 +104,53 @@ def test_two_steps_equal_the_models_own(pool: RankPool, name: str):
     assert bool(set(first) & set(second)) == (name == "tied")
 
 
-def accumulate(rank: int) -> int:
-    """Run four micro-batches on one rank; return how many tensors are alive at most, beyond the first step's end."""
+@pytest.mark.parametrize("name", ["1f1b, 3 micro-batches", "zbv", "skip to another rank"])
+def test_messages_in_one_order_on_all_ranks_give_the_same(pool: RankPool, name: str):
+    pool.values(compare, *CASES[name], True)
+
+
+def tied_bits(rank: int) -> torch.Tensor:
+    layers, schedule = CASES["tied"]
+    mine, _ = compile_staged(Chain(tied=True), layers, schedule)
+    train(mine, batch(8), steps=3)
+    return mine.w[0 if rank == 0 else 3].detach()
+
+
+def test_a_tied_parameter_stays_bit_equal_on_its_stages(pool: RankPool):
+    first, second = pool.values(tied_bits)
+
+    assert torch.equal(first, second)
+
+
+def live(rank: int, microbatches: int) -> int:
+    """Return the most activations and gradients of a micro-batch that are alive at once after any action."""
+    schedule = generate("1f1b", ranks=2, microbatches=microbatches)
+    mine, _ = compile_staged(Chain(), Layers(TWO, 7), schedule)
+    counts = []
+    take = Step._take
+
+    def counting(step: Step, *args: Any) -> None:
+        take(step, *args)
+        del args
+        shape = (7, WIDTH)
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == shape]
+        counts.append(sum(not each._is_view() for each in tensors))
+
+    Step._take = counting
+    try:
+        mine(*batch(7 * microbatches))
+    finally:
+        Step._take = take
+    return max(counts)
+
+
+def test_the_first_stage_of_1f1b_holds_no_more_for_more_micro_batches(pool: RankPool):
+    few, many = (pool.values(live, microbatches)[0] for microbatches in (4, 12))
+
+    assert few == many
+
+
+def accumulate(rank: int) -> None:
     layers, schedule = Layers(((0, 1, 2, 3),), 2), generate("1f1b", ranks=1, microbatches=4)
     data = batch(8)
     reference = Chain()
@@ -229,29 +278,32 @@ def test_stages_of_a_model_on_meta_draw_the_values_of_one_device(pool: RankPool)
     assert not set(first) & set(second)
 
 
-def sharded(rank: int, name: str) -> None:
-    """Two stages of two ranks each, which bring halves of the batch."""
-    layers, schedule = CASES[name]
+def sharded(rank: int, microbatches: int, whole: bool) -> None:
+    """Two stages of two ranks each, which bring the batch whole or their halves of it."""
+    layers = Layers(TWO, 2, reduce="dp", part=rank % 2 if whole else None)
     reference = Chain()
-    mine, _ = compile_staged(copy.deepcopy(reference), replace(layers, reduce="dp"), schedule, mesh_of(dp=2))
-    data = batch(16)
-    own = [each.chunk(2)[rank % 2] for each in data]
+    schedule = generate("1f1b", ranks=2, microbatches=microbatches)
+    mine, _ = compile_staged(copy.deepcopy(reference), layers, schedule, mesh_of(dp=2))
+    data = batch(4 * microbatches)
+    own = data if whole else [each.chunk(2)[rank % 2] for each in data]
 
     torch.testing.assert_close(train(mine, own), train(reference, data), rtol=1e-9, atol=0)
 
-    whole = reference.state_dict(keep_vars=True)
+    values = reference.state_dict(keep_vars=True)
     for key, value in mine.named_parameters():
-        torch.testing.assert_close(value.full_tensor(), whole[key], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(value.full_tensor(), values[key], rtol=1e-6, atol=1e-9)
         assert value.grad.placements == value.placements
     prediction, loss = mine(*own)
+    want, want_loss = reference(*data)
     if rank > 1:
-        torch.testing.assert_close(prediction.full_tensor(), reference(*data)[0])
-    torch.testing.assert_close(loss, reference(*data)[1])
+        torch.testing.assert_close(prediction.to_local(), want.chunk(2)[rank % 2])
+    torch.testing.assert_close(loss, want_loss)
 
 
-def test_stages_that_are_meshes_reduce_gradients_once_and_equal_the_models_own():
+def test_stages_that_are_meshes_reduce_gradients_once_and_hold_rows_of_outputs_in_order():
     with RankPool(4) as ranks:
-        ranks.values(sharded, "1f1b")
+        for microbatches, whole in ((4, False), (4, True), (3, True)):
+            ranks.values(sharded, microbatches, whole)
 
 
 def stop(rank: int, how: str) -> str:

@@ -7,7 +7,7 @@ by their number in the whole batch. Options add a value that skips stages, a tie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -155,6 +155,9 @@ class Layers:
     reduce: str = ""
     """Mesh axis over which gradients and counts are summed."""
 
+    part: int | None = None
+    """Which part of a micro-batch's rows the programs take, where ranks bring all rows to a call."""
+
     @property
     def count(self) -> int:
         return sum(map(len, self.of_stage))
@@ -286,6 +289,8 @@ def programs(layers: Layers, stages: Sequence[int], trained: bool = True) -> Sta
             made = make_fx(program)(*[known[item.name] for item in takes])
             if layers.reduce:
                 _sum_loss(made, gives, layers.reduce)
+            if layers.part is not None:
+                _take_rows(made, [item.name in ("x", "y", "mask") for item in takes], layers)
             return made
 
         made: dict[int, StageProgram] = {}
@@ -350,6 +355,16 @@ def _sum_loss(gm: fx.GraphModule, gives: Sequence[Item], axis: str) -> None:
     output.args = (tuple(results),)
 
 
+def _take_rows(gm: fx.GraphModule, wanted: Sequence[bool], layers: Layers) -> None:
+    first = layers.rows * (layers.part or 0)
+    for node, want in zip(gm.graph.find_nodes(op="placeholder"), wanted, strict=True):
+        node.meta.pop("val", None)
+        if want and node.users:
+            with gm.graph.inserting_after(node):
+                cut = gm.graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, first, first + layers.rows))
+            node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+
+
 def summed(names: Sequence[str], axis: str) -> fx.GraphModule:
     """Return the program that sums each argument over a mesh axis."""
     graph = fx.Graph()
@@ -362,7 +377,7 @@ def summed(names: Sequence[str], axis: str) -> fx.GraphModule:
 def _totals(layers: Layers) -> fx.GraphModule:
     graph = fx.Graph()
     found = graph.call_function(torch.ops.aten.sum.default, (graph.placeholder("mask"),))
-    if layers.reduce:
+    if layers.reduce and layers.part is None:
         found = graph.call_function(C10D.all_reduce.default, (found, "sum", layers.reduce))
         found = graph.call_function(C10D.wait_tensor.default, (found,))
     graph.output((found,))
@@ -370,12 +385,18 @@ def _totals(layers: Layers) -> fx.GraphModule:
 
 
 def compile_staged(
-    model: Chain, layers: Layers, schedule: PipelineSchedule, mesh: Mesh | None = None, **how: Any
+    model: Chain,
+    layers: Layers,
+    schedule: PipelineSchedule,
+    mesh: Mesh | None = None,
+    *,
+    ordered: bool = False,
+    **how: Any,
 ) -> tuple[nn.Module, Runner]:
     """Return the model compiled for a schedule, and its runner."""
     mesh = mesh or Mesh(())
     ranks = Ranks.join("cpu")
-    pipeline = PipelineRanks.of(mesh, schedule.ranks, ranks)
+    pipeline = replace(PipelineRanks.of(mesh, schedule.ranks, ranks), ordered=ordered)
     whole: Layout = (Replicate(),) * len(mesh.axes)
     split: Layout = (Shard(0),) * len(mesh.axes)
     own = [stage for stage, at in enumerate(schedule.rank_of) if at == pipeline.index]
@@ -398,7 +419,7 @@ def compile_staged(
             constants={},
             staged=programs(layers, own, trained=grad),
             schedule=schedule,
-            inputs=[Value(name, meta, split) for name, meta in inputs.items()],
+            inputs=[Value(name, meta, split if layers.part is None else whole) for name, meta in inputs.items()],
             split_inputs=tuple(inputs),
             outputs=[Value("pred", inputs["y"], split), Value("loss", f64(), whole)],
             seeding=Seeding(),
