@@ -52,6 +52,7 @@ __all__ = [
     "dynamo_capture",
     "dynamo_settings",
     "gloo_with_threads",
+    "group_timeout",
     "is_registered_node",
     "keeps_graph",
     "local_of",
@@ -161,3 +162,11 @@ def gloo_with_threads(store: Any, rank: int, size: int, timeout: timedelta, *, t
     options._devices = [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
     options._threads, options._timeout = threads, timeout
     return kind(store, rank, size, options)
+
+
+def group_timeout(device: torch.device) -> timedelta | None:
+    """Return the timeout that the default process group was made with; `None` where its backend does not tell."""
+    world: Any = torch.distributed.group.WORLD
+    options = getattr(world._get_backend(device), "options", None)
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, timedelta) else None

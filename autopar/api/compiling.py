@@ -15,6 +15,7 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.api import Cluster, captured_for, plan_captured, read_cluster
 from autopar.api.planning import Planner, Program
+from autopar.api.staging import depth, is_staged, staged_program
 from autopar.api.stale import require_fresh
 from autopar.capture import Captured, batch_size
 from autopar.capture.recompute import recomputed
@@ -28,6 +29,8 @@ from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
 from autopar.runtime.module import copy_tree
+from autopar.runtime.pipeline_ranks import PipelineRanks
+from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.waiting import hold_whole, plain_copy, require_values, take_over
 from autopar.suggest import did_you_mean
 from cost_models.cluster import ClusterSpec
@@ -159,6 +162,7 @@ class Job:
             planned=(training, True),
             backend=_backend(self.backend),
             batch=batch_layout(squeezed.mesh, self._split) if self._split else None,
+            pipeline=PipelineRanks.of(squeezed.mesh, depth(squeezed), self.ranks) if is_staged(squeezed) else None,
         )
         return compiled(self.model, runner, init_fn=self.init_fn)
 
@@ -175,12 +179,8 @@ class Job:
                 text = to_json(self.plan)
         plan = from_json(self.ranks.from_first(text), "rank 0's plan")
         with self.ranks.together("check the plan"):
-            if plan.decisions.schedule.num_microbatches > 1:
-                raise UsageError(
-                    f"the plan has {plan.decisions.schedule.num_microbatches} micro-batches a step: this version plans "
-                    "them and does not run them yet; plan without --fix microbatch"
-                )
-            self.ranks.require(plan.decisions.mesh)
+            if depth(plan.decisions) == 1:
+                self.ranks.require(plan.decisions.mesh)
             if captured is not None:
                 require_fresh(plan, captured.graph, _torch_version(), self.cluster)
         return plan
@@ -201,7 +201,7 @@ class Job:
 
     def _program_for(
         self, training: bool, grad: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> LocalProgram:
+    ) -> LocalProgram | PipelinedProgram:
         captured = self._captured.pop((training, grad), None)
         planned = captured is not None
         if captured is None:
@@ -219,6 +219,10 @@ class Job:
         with self.ranks.together("rewrite the program"):
             if decisions.recompute:
                 captured = recomputed(captured)
+            if is_staged(decisions):
+                return staged_program(
+                    captured, decisions, self.ranks.rank, split=self._split, device=self.ranks.device.type
+                )
             programs = rewrite(
                 captured.joint,
                 captured.graph,

@@ -19,12 +19,13 @@ from autopar.ir.squeeze import squeeze
 from autopar.rewrite.buckets import MergeReductions
 from autopar.rewrite.emitted import emitted
 from autopar.rewrite.errors import RewriteError
-from autopar.rewrite.inputs import batch_axes, batch_layout
+from autopar.rewrite.inputs import batch_axes, batch_layout, split_inputs
 from autopar.rewrite.local import PHASE, local_program, localised
 from autopar.rewrite.microbatches import Totals
 from autopar.rewrite.partition import copied, partition
 from autopar.rewrite.passes import Applied, run_passes
 from autopar.rewrite.programs import LAST, Emitted, Programs, Saved, Value
+from autopar.rewrite.stage_partition import rewrite_stages
 
 __all__ = [
     "Applied",
@@ -38,6 +39,8 @@ __all__ = [
     "batch_layout",
     "localised",
     "rewrite",
+    "rewrite_stages",
+    "split_inputs",
 ]
 
 

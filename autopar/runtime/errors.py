@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.errors import CaptureError, InputMismatchError, RanksDisagreeError, StalePlanError, UsageError
+from autopar.errors import (
+    AutoparError,
+    CaptureError,
+    InputMismatchError,
+    RanksDisagreeError,
+    StalePlanError,
+    UsageError,
+)
 from autopar.ir.tensor import TensorMeta
 
 _SHOWN = 3
+
+
+class PeerLostError(AutoparError):
+    """Another rank of the pipeline stopped in the middle of a step; this one stops too."""
+
+    exit_code = 5
 
 
 def world_size_differs(planned: int, running: int, mesh: str) -> StalePlanError:
@@ -77,6 +90,42 @@ def input_differs(path: str, wanted: TensorMeta, local: tuple[int, ...], got: Te
     )
 
 
+def message_lost(peer: int, stage: int, value: str, action: str, cause: str, *, sending: bool) -> PeerLostError:
+    """Return the error for a tensor that did not get from or to another rank of the pipeline."""
+    what = f"take {value!r}, made in the {action}" if sending else f"send {value!r}, needed for the {action}"
+    return PeerLostError(f"rank {peer} (stage {stage}) did not {what}: {_first_line(cause)}\n{_LOST}")
+
+
+def group_lost(doing: str, peers: Sequence[int], cause: str) -> PeerLostError:
+    """Return the error for a collective along the pipeline that failed."""
+    return PeerLostError(f"one of ranks {_list(peers)} did not take part in the {doing}: {_first_line(cause)}\n{_LOST}")
+
+
+def pipeline_stopped(first: str) -> PeerLostError:
+    """Return the error for a step after one that failed."""
+    return PeerLostError(
+        f"an earlier step of this pipeline failed, its ranks are not at the same point any more: {_first_line(first)}\n"
+        "start all ranks again from the last checkpoint"
+    )
+
+
+def batch_not_divisible(path: str, rows: int, microbatches: int) -> UsageError:
+    """Return the error for an input that does not make equal micro-batches."""
+    return UsageError(
+        f"argument {path} has {rows} rows, which do not make {microbatches} equal micro-batches; "
+        f"use a batch size that is a multiple of {microbatches}, or plan again with another --fix microbatch=N"
+    )
+
+
+def no_single_loss(found: Sequence[str]) -> UsageError:
+    """Return the error for a model whose gradients do not all come from one scalar it returns."""
+    given = f"gradients start at {', '.join(found)}" if found else "no gradient starts at its outputs"
+    return UsageError(
+        f"several micro-batches need a model that returns its loss, one scalar, because their backward runs inside "
+        f"forward; {given}. Compute the loss inside forward, or plan with --fix microbatch=BATCH and --fix pp=1"
+    )
+
+
 def generators_drifted() -> RanksDisagreeError:
     """Return the error for ranks whose random generators were equal at first and are not any more."""
     return RanksDisagreeError(
@@ -115,6 +164,16 @@ def not_compiled(name: str) -> UsageError:
         f"{name} is no compiled model, or has no plan yet: pass what autopar.compile returned, and give that "
         "example_inputs so that it plans at once"
     )
+
+
+_LOST = (
+    "it has stopped, or is slower than the process group's timeout: see its own output. A longer timeout is given to "
+    "torch.distributed.init_process_group(timeout=...)"
+)
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0].rstrip(".") if text else "no message"
 
 
 def _ranks(count: int) -> str:

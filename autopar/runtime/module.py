@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,19 @@ from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.runtime.errors import not_compiled
 from autopar.runtime.parameters import InitFn, check, place, slots
+from autopar.runtime.pipeline import StagedBound
+from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.placing import dense_copy, own_part
 from autopar.runtime.program import Program
 from autopar.runtime.ranks import Groups, Ranks
+from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, Bound
 
-ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program]
+ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program | PipelinedProgram]
 """`program_for(training, grad, args, kwargs)`: the program for a mode and a form of call; asked once for each."""
 
 _ATTRIBUTE = "_autopar"
+_ELSEWHERE = "_autopar_elsewhere"
 
 
 class Runner:
@@ -35,7 +39,8 @@ class Runner:
 
     The form of call that the plan was made for (`planned`: training, gradients) is the only one
     in that mode; in other modes each new form of call gets a program of its own. `batch` is the layout of the batch
-    that ranks bring to a call in parts.
+    that ranks bring to a call in parts. `pipeline` is the place of this rank where programs are
+    `PipelinedProgram`s; the decisions' mesh is then that of one pipeline rank.
     """
 
     def __init__(
@@ -47,16 +52,18 @@ class Runner:
         planned: tuple[bool, bool] = (True, True),
         backend: Backend | None = None,
         batch: Layout | None = None,
+        pipeline: PipelineRanks | None = None,
     ) -> None:
         self.decisions = squeeze(decisions)
         self.ranks = ranks
-        self.groups = Groups.of(self.decisions.mesh, ranks)
-        self.part = _part(self.decisions.mesh, batch, ranks.rank)
+        self.pipeline = pipeline
+        self.groups = Groups.of(self.decisions.mesh, ranks) if pipeline is None else pipeline.groups
+        self.part = _part(self.decisions.mesh, batch, self.groups.rank)
         self._program_for = program_for
         self._planned = planned
         self._backend = {} if backend is None else {"backend": backend}
-        self._known: dict[tuple[bool, bool], list[Bound]] = {}
-        self._readers: dict[tuple[Any, ...], tuple[Bound, Reader]] = {}
+        self._known: dict[tuple[bool, bool], list[Bound | StagedBound]] = {}
+        self._readers: dict[tuple[Any, ...], tuple[Bound | StagedBound, Reader]] = {}
         if self.groups.mesh.axes:
             allow_plain_beside_dtensor()
 
@@ -83,7 +90,7 @@ class Runner:
 
     def _find(
         self, model: nn.Module, mode: tuple[bool, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Bound, list[torch.Tensor]]:
+    ) -> tuple[Bound | StagedBound, list[torch.Tensor]]:
         """Return the program for a call, made now if this mode may have a new one, and the call's tensors."""
         found = self._known.setdefault(mode, [])
         problem: Exception | None = None
@@ -99,14 +106,21 @@ class Runner:
         if problem is not None and mode == self._planned:
             raise problem
         program = self._program_for(*mode, args, kwargs)
-        self.ranks.agree("order of collectives", _order(program))
-        bound = Bound(program, model, self.groups, self.ranks, **self._backend)
+        bound = self._bind(program, model)
         tensors = bound.flatten(args, kwargs)
         problem = bound.mismatch(tensors)
         if problem is not None:
             raise problem
         found.append(bound)
         return bound, tensors
+
+    def _bind(self, program: Program | PipelinedProgram, model: nn.Module) -> Bound | StagedBound:
+        if isinstance(program, PipelinedProgram):
+            if self.pipeline is None:
+                raise RuntimeError("a program of several stages or micro-batches needs `pipeline`")
+            return StagedBound(program, model, self.pipeline, **self._backend)
+        self.ranks.agree("order of collectives", _order(program))
+        return Bound(program, model, self.groups, self.ranks, **self._backend)
 
 
 def _part(mesh: Mesh, batch: Layout | None, rank: int) -> tuple[int, int]:
@@ -147,7 +161,7 @@ class Reader:
         self._count = len(order)
 
     @classmethod
-    def of(cls, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reader | None:
+    def of(cls, bound: Bound | StagedBound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reader | None:
         """Return the reader for calls given as this one is; `None` if it has arguments that are no tensors."""
         if not all(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
             return None
@@ -166,10 +180,12 @@ class Reader:
         return given if self._order is None else [given[i] for i in self._order]
 
 
-def compiled(model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None) -> nn.Module:
+def compiled(
+    model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None, names: Collection[str] | None = None
+) -> nn.Module:
     """Return a module with `model`'s structure and names whose forward is the runner's programs.
 
-    Its parameters are on their ranks (see `parameters.place`). `model` itself keeps its
+    Its parameters are on their ranks (see `parameters.place`), with `names` only these. `model` itself keeps its
     own structure and tensors. All ranks must call this.
 
     Raises:
@@ -179,9 +195,10 @@ def compiled(model: nn.Module, runner: Runner, *, init_fn: InitFn | None = None)
     with runner.ranks.together("place the model's parameters"):
         check(model, runner.decisions, init_fn)
     copied = copy_tree(model, {})
-    place(copied, runner.decisions, runner.groups, runner.ranks, init_fn)
+    dropped = place(copied, runner.decisions, runner.groups, runner.ranks, init_fn, names)
     copied.__class__ = _compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
     copied.__dict__[_ATTRIBUTE] = runner
+    copied.__dict__[_ELSEWHERE] = dropped
     return copied
 
 
@@ -219,11 +236,15 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def distributed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict with whole tensors replaced by this rank's part of them where the model holds DTensors."""
+    """Return the state dict with whole tensors replaced by this rank's part of them where the model holds DTensors.
+
+    What other pipeline ranks hold is left out.
+    """
     runner: Runner = model.__dict__[_ATTRIBUTE]
+    elsewhere: frozenset[str] = model.__dict__.get(_ELSEWHERE, frozenset())
     held = {slot.name: slot.value for slot in slots(model)}
-    found = dict(state)
-    for name, value in state.items():
+    found = {name: value for name, value in state.items() if name not in elsewhere}
+    for name, value in list(found.items()):
         mine = held.get(name)
         spec = getattr(mine, "_spec", None)
         if spec is None or mine is None or not isinstance(value, torch.Tensor) or hasattr(value, "_spec"):
@@ -231,7 +252,7 @@ def distributed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         if tuple(value.shape) != tuple(mine.shape):
             continue  # torch's own message names both shapes
         layout = runner.decisions.parameters[name].placements
-        part = own_part(value.detach(), layout, runner.decisions.mesh, runner.ranks.rank)
+        part = own_part(value.detach(), layout, runner.groups.mesh, runner.groups.rank)
         local = local_of(mine)
         found[name] = dtensor_of(dense_copy(part.to(local.device, local.dtype), local), spec)
     return found

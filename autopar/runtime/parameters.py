@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,24 +64,35 @@ def check(model: nn.Module, decisions: Decisions, init_fn: InitFn | None) -> Non
         dtensor_placements(name, decision.placements, decisions.mesh)
 
 
-def place(model: nn.Module, decisions: Decisions, groups: Groups, ranks: Ranks, init_fn: InitFn | None) -> None:
+def place(
+    model: nn.Module,
+    decisions: Decisions,
+    groups: Groups,
+    ranks: Ranks,
+    init_fn: InitFn | None,
+    names: Collection[str] | None = None,
+) -> frozenset[str]:
     """Put every parameter of `model` where the plan holds it at rest, with rank 0's values; buffers become whole.
 
     Parameters become `DTensor` parameters in their old places (plain ones if the mesh has no axis),
     tied ones stay tied. Tensors on meta are allocated and given to `init_fn` module by module, all
     ranks drawing the same random numbers, and each keeps its own part at once.
+
+    With `names`, this rank holds only these, and tensors tied to them; the places of all others are `None`, as
+    `register_parameter` says that there is nothing. Returns the names of those.
     """
-    placer = _Placer(decisions, groups, ranks, done={}, by_id={})
+    placer = _Placer(decisions, groups, ranks, done={}, by_id={}, names=names)
     every = list(slots(model))
     for slot in every:
         placer.by_id.setdefault(id(slot.value), []).append(slot)
     if init_fn is not None and any(slot.value.is_meta for slot in every):
         _materialise(model, every, placer, init_fn)
-    rest = [slot for slot in every if id(slot.value) not in placer.finished]
+    rest = [slot for slot in slots(model) if id(slot.value) not in placer.finished]
     unique = list({id(slot.value): slot for slot in rest}.values())
     _equalise([slot.value for slot in unique], ranks)
     for slot in unique:
         placer.put(slot)
+    return frozenset(placer.dropped)
 
 
 @dataclass
@@ -91,13 +102,20 @@ class _Placer:
     ranks: Ranks
     done: dict[int, torch.Tensor]
     by_id: dict[int, list[Slot]]
+    names: Collection[str] | None
 
     def __post_init__(self) -> None:
         self.finished: set[int] = set()
+        self.dropped: set[str] = set()
 
     def put(self, slot: Slot) -> None:
-        """Replace the tensor of a slot in all places that hold it."""
+        """Replace the tensor of a slot in all places that hold it, or remove it from them."""
         old = slot.value
+        if self.names is not None and not any(each.name in self.names for each in self.by_id[id(old)]):
+            for each in self.by_id.pop(id(old)):
+                each.table[each.key] = None
+                self.dropped.add(each.name)
+            return
         layout = self._layout(slot, old)
         device = self.ranks.device
         trained = isinstance(old, nn.Parameter)
@@ -124,7 +142,7 @@ class _Placer:
     def _distributed(self, name: str, old: torch.Tensor, layout: Layout) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
-        part = own_part(old.detach(), layout, self.groups.mesh, self.ranks.rank)
+        part = own_part(old.detach(), layout, self.groups.mesh, self.groups.rank)
         local = dense_copy(part.to(self.ranks.device), old)
         whole = DTensor.from_local(
             local,

@@ -110,18 +110,21 @@ class Groups:
     names: dict[str, str]
     """Mesh axis to the name of the process group this rank is in."""
 
+    rank: int = 0
+    """This rank's number in the mesh."""
+
     @classmethod
     def of(cls, mesh: Mesh, ranks: Ranks) -> Groups:
         """Return the groups of a mesh without axes of size 1; all ranks must call this."""
         ranks.require(mesh)
         if not mesh.axes:
-            return cls(mesh, None, {})
+            return cls(mesh, None, {}, ranks.rank)
         from torch.distributed.device_mesh import init_device_mesh
 
         kind = ranks.device.type
         backends: Any = dict.fromkeys(mesh.names, one_thread_backend()) if is_gloo(kind) else None
         made = init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names, backend_override=backends)
-        return cls(mesh, made, {name: made.get_group(name).group_name for name in mesh.names})
+        return cls(mesh, made, {name: made.get_group(name).group_name for name in mesh.names}, ranks.rank)
 
 
 def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:

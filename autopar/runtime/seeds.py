@@ -11,6 +11,18 @@ from autopar.runtime.errors import generators_drifted
 from autopar.runtime.program import Seeding
 from autopar.runtime.ranks import Ranks
 
+_MASK = (1 << 64) - 1
+
+
+def microbatch_seed(seed: int, microbatch: int) -> int:
+    """Return the seed of one micro-batch of a step, unrelated to the others' (splitmix64); the first has the step's."""
+    if not microbatch:
+        return seed
+    z = (seed ^ microbatch * 0xD1342543DE82EF95) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> 1
+
 
 class Seeds:
     """Draws one seed a step from torch's default generator, so that `torch.manual_seed` decides it.

@@ -18,7 +18,7 @@ from autopar.runtime.executable import compile_graph
 from autopar.runtime.gloo import exchange_to_reduce
 from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dtensor_placements
-from autopar.runtime.program import Program, Value
+from autopar.runtime.program import Program, Result, Value
 from autopar.runtime.ranks import Groups, Ranks
 from autopar.runtime.seeds import Seeds
 
@@ -46,7 +46,7 @@ class Bound:
         self._expect_inputs()
         local = program.local
         self.outputs = len(local.outputs)
-        self.rebuild = _rebuild(program, self.outputs)
+        self.rebuild = rebuilder(program.result, self.outputs)
         self.saved_from = self.outputs + len(local.mutations)
         self._specs = [self._spec(each) for each in local.outputs]
         self.plain = not any(self._specs)
@@ -123,7 +123,7 @@ class Bound:
         placements = dtensor_placements(value.name, value.layout, self._mesh)
         shape = value.meta.shape
         dtype = getattr(torch, value.meta.dtype)
-        return dtensor_spec(self._groups.device_mesh, placements, shape, _contiguous(shape), dtype)
+        return dtensor_spec(self._groups.device_mesh, placements, shape, dense_strides(shape), dtype)
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether the tensors have the planned shapes and dtypes."""
@@ -156,7 +156,7 @@ class Bound:
         for place, index in self._inputs:
             tensor = tensors[index]
             strides = self._strides[index]
-            given[place] = tensor if tensor.stride() == strides else _restride(tensor, strides)
+            given[place] = tensor if tensor.stride() == strides else restrided(tensor, strides)
         if grad:
             outputs = _Step.apply(self, given, *[given[place] for place in self._graded])  # type: ignore[no-untyped-call]
         else:
@@ -252,15 +252,15 @@ class _Step(torch.autograd.Function):
         return (None, None, *bound.backward(arguments, grads, ctx.seed))
 
 
-def _rebuild(program: Program, count: int) -> Callable[[Sequence[Any]], Any]:
+def rebuilder(result: Result, count: int) -> Callable[[Sequence[Any]], Any]:
     """Return what makes the model's return value of its tensors; where that is one tensor or a tuple, at no cost."""
     marks = [object() for _ in range(count)]
-    made = program.result.rebuild(marks)
+    made = result.rebuild(marks)
     if count == 1 and made is marks[0]:
         return operator.itemgetter(0)
     if type(made) is tuple and len(made) == count and all(a is b for a, b in zip(made, marks, strict=True)):
         return tuple
-    return program.result.rebuild
+    return result.rebuild
 
 
 def _local_tangent(grad: torch.Tensor, spec: Any) -> torch.Tensor:
@@ -271,7 +271,7 @@ def _local_tangent(grad: torch.Tensor, spec: Any) -> torch.Tensor:
     return grad if grad.is_contiguous() else grad.contiguous()
 
 
-def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def restrided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Return the tensor laid out in memory as the program was captured for; dimensions of size 1 have any stride."""
     same = all(a == b for a, b, n in zip(tensor.stride(), strides, tensor.shape, strict=True) if n > 1)
     if same or not tensor.numel():
@@ -280,7 +280,8 @@ def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return made.copy_(tensor)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor."""
     strides = []
     step = 1
     for size in reversed(shape):

@@ -54,8 +54,11 @@ class RankPool:
         self.close()
         self._folder.cleanup()
 
-    def run(self, task: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Outcome]:
-        """Return each rank's outcome of `task(rank, *args)`; fails if not all have come within `timeout_s`."""
+    def run(self, task: Callable[..., Any], *args: Any, timeout_s: float = 120, may_die: bool = False) -> list[Outcome]:
+        """Return each rank's outcome of `task(rank, *args)`; fails if not all have come within `timeout_s`.
+
+        With `may_die`, a rank that dies has the outcome of that kind, and the next task starts new ranks.
+        """
         if not self._workers:
             self._start()
         for _, pipe in self._workers:
@@ -74,8 +77,12 @@ class RankPool:
                     try:
                         outcomes[rank] = pipe.recv()
                     except EOFError:
-                        self.close(kill=True)
-                        raise RuntimeError(f"rank {rank} died") from None
+                        if not may_die:
+                            self.close(kill=True)
+                            raise RuntimeError(f"rank {rank} died") from None
+                        outcomes[rank] = Outcome(error="died", kind="died")
+        if may_die:
+            self.close(kill=True)
         return [outcome for outcome in outcomes if outcome is not None]
 
     def values(self, task: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:

@@ -1,0 +1,132 @@
+"""User outputs of a step made of its micro-batches' parts, on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar._torch import dtensor_of, dtensor_spec, local_of
+from autopar.ir.placement import Replicate, Shard
+from autopar.runtime.errors import group_lost
+from autopar.runtime.pipeline_ranks import PipelineRanks
+from autopar.runtime.placing import dtensor_placements, own_part
+from autopar.runtime.program import Value
+from autopar.runtime.staged_program import PipelinedProgram
+from autopar.runtime.step import dense_strides
+
+
+class Outputs:
+    """Puts a program's outputs together, step after step.
+
+    Scalars are on all ranks. A larger output is a DTensor on the ranks of the stage that makes it, others hold an empty
+    part of it; with one pipeline rank it is plain where every rank holds the whole.
+    """
+
+    def __init__(self, program: PipelinedProgram, pipeline: PipelineRanks, rank_of: Mapping[str, int]) -> None:
+        """Take the pipeline rank that makes each output, by the output's name."""
+        self._pipeline = pipeline
+        self._rank_of = rank_of
+        self._microbatches = program.schedule.microbatches
+        self._combine = dict(program.staged.outputs)
+        self._values = program.outputs
+        split = [each.layout for each in program.inputs if each.name in program.split_inputs]
+        self._brought = [i for i, each in enumerate(split[0]) if isinstance(each, Shard)] if split else []
+        self._specs = {each.name: self._spec(each) for each in self._values}
+        self._parts: dict[str, list[Any]] = {}
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._parts.clear()
+
+    def add(self, microbatch: int, made: Mapping[str, torch.Tensor]) -> None:
+        """Take a micro-batch's parts; of a sum only the sum is held, of equal parts the first."""
+        for name, part in made.items():
+            held = self._parts.get(name)
+            combine = self._combine[name]
+            if combine == "stack":
+                self._parts.setdefault(name, [None] * self._microbatches)[microbatch] = part
+            elif held is None:
+                self._parts[name] = [part]
+            elif combine == "sum":
+                held[0] = held[0] + part  # not in place: the first part may be kept for backward
+
+    def whole(self) -> list[Any]:
+        """Return the step's outputs, as the user gets them.
+
+        Raises:
+            PeerLostError: the stage that makes a scalar stopped.
+        """
+        found = []
+        for value in self._values:
+            parts = self._parts.pop(value.name, None)
+            local = None if parts is None else parts[0] if len(parts) == 1 else self._stacked(value, parts)
+            if value.meta is not None and not value.meta.shape:
+                found.append(self._everywhere(value, local))
+                continue
+            spec = self._specs[value.name]
+            if local is None:
+                local = torch.empty(0, dtype=_dtype(value), device=self._pipeline.ranks.device)
+            found.append(local if spec is None else dtensor_of(local, spec))
+        return found
+
+    def _stacked(self, value: Value, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's rows of an output of which it has rows of every micro-batch.
+
+        Where ranks bring their own rows of the batch, these are the rows in order. Where programs split each
+        micro-batch, a rank has every so many rows, and ranks exchange them.
+        """
+        axes = [i for i, each in enumerate(value.layout) if isinstance(each, Shard) and each.dim == 0]
+        if not axes or self._brought == axes:
+            return torch.cat(parts)
+        from torch.distributed import tensor as dt
+
+        mesh, count = self._pipeline.groups.mesh, len(parts)
+        local = torch.stack(parts)  # [micro-batches, rows of each, ...]
+        layout = dtensor_placements(value.name, value.layout, mesh)
+        inside = [dt.Shard(each.dim + 1) if isinstance(each, dt.Shard) else each for each in layout]
+        held = dt.DTensor.from_local(local, self._pipeline.groups.device_mesh, inside, run_check=False)
+        even = count % math.prod(mesh.sizes[i] for i in axes) == 0
+        wanted = [(dt.Shard(0) if even else dt.Replicate()) if i in axes else each for i, each in enumerate(inside)]
+        found = local_of(held.redistribute(placements=wanted)).flatten(0, 1)
+        if even:
+            return found
+        rows = tuple(each if i in axes else Replicate() for i, each in enumerate(value.layout))
+        return own_part(found, rows, mesh, self._pipeline.groups.rank).contiguous()
+
+    def _everywhere(self, value: Value, local: torch.Tensor | None) -> torch.Tensor:
+        """Return a scalar of one stage on all ranks, in memory that no program knows."""
+        if local is None:
+            local = torch.empty((), dtype=_dtype(value), device=self._pipeline.ranks.device)
+        else:
+            local = local.clone()
+        if self._pipeline.depth > 1:
+            source = self._pipeline.rank_at(self._rank_of[value.name])
+            try:
+                dist.broadcast(local, source, group=self._pipeline.line)
+            except RuntimeError as error:
+                raise group_lost(f"broadcast of the output {value.name}", [source], str(error)) from error
+        return local
+
+    def _spec(self, value: Value) -> Any:
+        pipeline = self._pipeline
+        mesh = pipeline.groups.mesh
+        whole = all(isinstance(each, Replicate) for each in value.layout)
+        if value.meta is None or not value.meta.shape or (pipeline.depth == 1 and (whole or not mesh.axes)):
+            return None
+        placements: tuple[Any, ...] = dtensor_placements(value.name, value.layout, mesh)
+        if not mesh.axes:
+            from torch.distributed import tensor as dt
+
+            placements = (dt.Replicate(),)
+        on = pipeline.meshes[self._rank_of[value.name]] if pipeline.depth > 1 else pipeline.groups.device_mesh
+        shape = value.meta.shape
+        return dtensor_spec(on, placements, shape, dense_strides(shape), _dtype(value))
+
+
+def _dtype(value: Value) -> torch.dtype:
+    found: torch.dtype = getattr(torch, value.meta.dtype if value.meta is not None else "float32")
+    return found

@@ -1,0 +1,123 @@
+"""The ranks of a pipeline: which of them hold the same stages, and the groups along and across it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar._torch import group_timeout
+from autopar.ir.mesh import Mesh
+from autopar.runtime.errors import world_size_differs
+from autopar.runtime.gloo import is_gloo, one_thread_backend
+from autopar.runtime.ranks import Groups, Ranks
+
+
+@dataclass(frozen=True)
+class PipelineRanks:
+    """One rank's place in a pipeline of `depth` ranks, each of which is a mesh of `width` real ranks.
+
+    Real rank = pipeline rank * width + rank in the mesh.
+    """
+
+    ranks: Ranks
+    depth: int
+    groups: Groups
+    """Of the mesh that this rank is in."""
+
+    messages: Any = None
+    """Group of all ranks for what stages send one another; `None` if there is one pipeline rank."""
+
+    line: Any = None
+    """Group of the ranks with this one's place in their meshes, in the pipeline's order; or `None`."""
+
+    meshes: tuple[Any, ...] = ()
+    """torch's DeviceMesh of each pipeline rank; empty if there is one."""
+
+    ordered: bool = False
+    """Whether messages must be issued in one order on all ranks: all but gloo have no tags to tell them apart."""
+
+    _shared: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    _met: set[tuple[int, int]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, mesh: Mesh, depth: int, ranks: Ranks) -> PipelineRanks:
+        """Return the place of this rank in a pipeline of equal meshes without axes of size 1; all ranks must call this.
+
+        Raises:
+            StalePlanError: there are not as many ranks as pipeline and mesh have.
+        """
+        if depth == 1:
+            return cls(ranks, 1, Groups.of(mesh, ranks))
+        width = mesh.world_size
+        if depth * width != ranks.world_size:
+            raise world_size_differs(depth * width, ranks.world_size, f"pp={depth} x {mesh}".removesuffix(" x "))
+        index, inner = divmod(ranks.rank, width)
+        meshes = tuple(_device_mesh(ranks.device.type, mesh, at * width) for at in range(depth))
+        names = {name: meshes[index].get_group(name).group_name for name in mesh.names}
+        groups = Groups(mesh, meshes[index] if mesh.axes else None, names, inner)
+        messages = dist.new_group(timeout=group_timeout(ranks.device))
+        lines = [_group(range(at, depth * width, width), ranks) for at in range(width)]
+        return cls(ranks, depth, groups, messages, lines[inner], meshes, not is_gloo(ranks.device.type))
+
+    @property
+    def width(self) -> int:
+        """Return the number of real ranks that share each stage."""
+        return self.groups.mesh.world_size
+
+    @property
+    def index(self) -> int:
+        """Return this rank's number in the pipeline."""
+        return self.ranks.rank // self.width
+
+    def rank_at(self, index: int) -> int:
+        """Return the real rank on pipeline rank `index` that has this one's place in its mesh."""
+        return index * self.width + self.ranks.rank % self.width
+
+    def shared_by(self, indices: Iterable[int]) -> Any:
+        """Return the group of this rank and those with its place on some pipeline ranks; all ranks must call this.
+
+        `None` where that is one pipeline rank, or this rank is on none of them.
+        """
+        wanted = tuple(sorted(set(indices)))
+        if len(wanted) < 2:
+            return None
+        if wanted not in self._shared:
+            made = [_group([at * self.width + i for at in wanted], self.ranks) for i in range(self.width)]
+            self._shared[wanted] = made[self.groups.rank] if self.index in wanted else None
+        return self._shared[wanted]
+
+    def meet(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect pairs of pipeline ranks, in an order that all share; all ranks must call this.
+
+        The first message of a pair on NCCL blocks until the other rank sends or receives too, which in the middle of a
+        schedule it may be kept from by a third.
+        """
+        for pair in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]} - self._met):
+            self._met.add(pair)
+            if self.index not in pair:
+                continue
+            peer = self.rank_at(pair[1] if self.index == pair[0] else pair[0])
+            byte = torch.zeros(1, dtype=torch.uint8, device=self.ranks.device)
+            if self.index == pair[0]:
+                dist.send(byte, peer, group=self.messages)
+            else:
+                dist.recv(byte, peer, group=self.messages)
+
+
+def _device_mesh(kind: str, mesh: Mesh, first: int) -> Any:
+    """Return the DeviceMesh of the real ranks from `first` on; a rank alone is a mesh of one axis."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    sizes, names = (mesh.sizes, mesh.names) if mesh.axes else ((1,), ("stage",))
+    members = torch.arange(first, first + mesh.world_size).reshape(sizes)
+    override = ((one_thread_backend(), None),) * len(sizes) if is_gloo(kind) else None
+    return DeviceMesh(kind, members, mesh_dim_names=names, backend_override=override)
+
+
+def _group(members: Iterable[int], ranks: Ranks) -> Any:
+    backend = one_thread_backend() if is_gloo(ranks.device.type) else None
+    return dist.new_group(list(members), timeout=group_timeout(ranks.device), backend=backend)
