@@ -211,6 +211,21 @@ def test_a_scaled_loss_scales_the_gradients_also_twice(pool: RankPool):
     pool.values(scale)
 
 
+def input_gradient(rank: int) -> None:
+    layers, schedule = CASES["1f1b"]
+    reference = Chain()
+    mine, _ = compile_staged(copy.deepcopy(reference), replace(layers, input_gradient=True), schedule)
+    x, y, mask = batch(8)
+    given, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    reference(given, y, mask)[1].backward()
+    mine(own, y, mask)[1].backward()
+    torch.testing.assert_close(own.grad, given.grad)
+
+
+def test_the_gradient_of_an_input_is_on_every_rank(pool: RankPool):
+    pool.values(input_gradient)
+
+
 def drop(rank: int, name: str, dropout: float) -> tuple[float, float, dict[str, torch.Tensor]]:
     layers, schedule = CASES[name]
     mine, _ = compile_staged(Chain(), replace(layers, dropout=dropout), schedule)

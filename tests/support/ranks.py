@@ -54,9 +54,7 @@ class RankPool:
         self.close()
         self._folder.cleanup()
 
-    def run(
-        self, task: Callable[..., Any], *args: Any, timeout_s: float = 120, may_die: bool = False
-    ) -> list[Outcome]:
+    def run(self, task: Callable[..., Any], *args: Any, timeout_s: float = 120, may_die: bool = False) -> list[Outcome]:
         """Return each rank's outcome of `task(rank, *args)`; fails if not all have come within `timeout_s`.
 
         With `may_die`, a rank that dies has the outcome of that kind, and the next task starts new ranks.
