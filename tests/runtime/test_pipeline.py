@@ -21,9 +21,9 @@ from autopar.runtime import pipeline_ranks
 from autopar.runtime.errors import PeerLostError
 from autopar.runtime.pipeline_step import Step
 from autopar.simulate.generators import generate
+from tests.support.chain import WIDTH, Chain, Layers, compile_staged
 from tests.support.decide import mesh_of
 from tests.support.ranks import RankPool
-from tests.support.staged import WIDTH, Chain, Layers, compile_staged
 
 FOUR = ((0,), (1,), (2,), (3,))
 TWO = ((0, 1), (2, 3))

@@ -7,7 +7,7 @@ from torch import fx
 
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.stage_run import StageRun
-from tests.support.staged import Item, StageProgram
+from tests.support.chain import Item, StageProgram
 
 
 def graph(arguments: int, *results: int | str) -> fx.GraphModule:
