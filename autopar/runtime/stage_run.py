@@ -40,6 +40,9 @@ class _Part:
     later: frozenset[str]
     """Values that programs after it read."""
 
+    passed: frozenset[str]
+    """Gradients that are arguments as they are."""
+
     last: bool
 
 
@@ -59,6 +62,7 @@ class StageRun:
                 takes,
                 gives,
                 frozenset(each.name for _, after, _ in given[i + 1 :] for each in after if each.kind == "value"),
+                _passed(gm, gives),
                 last=i == len(given) - 1,
             )
             for i, (gm, takes, gives) in enumerate(given)
@@ -116,17 +120,17 @@ class StageRun:
         for item, result in zip(part.gives, results, strict=True):
             if item.kind == "gradient" and result is not None:
                 made.gradients[item.name] = result
-        self._own(made.gradients, shared)
+        self._own(made.gradients, part.passed, shared)
         if part.last:
             del self._kept[microbatch]
 
-    def _own(self, gradients: dict[str, torch.Tensor], shared: set[int]) -> None:
+    def _own(self, gradients: dict[str, torch.Tensor], passed: frozenset[str], shared: set[int]) -> None:
         """Copy gradients that sums cannot be written into: part of something larger, or seen elsewhere too."""
         for name, value in gradients.items():
             if name in self._sums:
                 continue
             key = storage_key(value)
-            if key in shared or value.untyped_storage().nbytes() != value.nbytes:
+            if name in passed or key in shared or value.untyped_storage().nbytes() != value.nbytes:
                 gradients[name] = value.clone(memory_format=torch.contiguous_format)
             shared.add(key)
 
@@ -147,3 +151,13 @@ class StageRun:
         args = [sums.pop(name) for name in takes]
         sums.update(zip(gives, self._finish(args), strict=True))
         return sums
+
+
+def _passed(gm: fx.GraphModule, gives: Sequence[Item]) -> frozenset[str]:
+    (output,) = gm.graph.find_nodes(op="output")
+    results = output.args[0]
+    return frozenset(
+        item.name
+        for item, node in zip(gives, results, strict=True)
+        if item.kind == "gradient" and isinstance(node, fx.Node) and node.op == "placeholder"
+    )

@@ -40,6 +40,23 @@ CASES = {
         "argument ids is int64[3, 16], and the plan was made for int64[4, 16] (this rank's part of int64[8, 16])\n"
         "bring inputs of the planned shapes, or plan again with example_inputs of this form",
     ),
+    "peer": (
+        errors.message_lost(1, 2, "relu", "forward of stage 3, micro-batch 0", "timed out.\nmore", sending=False),
+        "rank 1 (stage 2) did not send 'relu', needed for the forward of stage 3, micro-batch 0: timed out\n"
+        "it has stopped, or is slower than the process group's timeout: see its own output. A longer timeout is given "
+        "to torch.distributed.init_process_group(timeout=...)",
+    ),
+    "micro-batches": (
+        errors.batch_not_divisible("ids", 6, 4),
+        "argument ids has 6 rows, which do not make 4 equal micro-batches; use a batch size that is a multiple of 4, "
+        "or plan again with another --fix microbatch=N",
+    ),
+    "no loss": (
+        errors.no_single_loss(["logits"]),
+        "several micro-batches need a model that returns its loss, one scalar, because their backward runs inside "
+        "forward; gradients start at logits. Compute the loss inside forward, or plan with --fix microbatch=BATCH "
+        "and --fix pp=1",
+    ),
     "trained": (
         errors.trained_differs("head.weight", now=True),
         "parameter head.weight requires a gradient now, and was frozen when the plan was made; compile the model again",

@@ -21,8 +21,8 @@ from autopar.runtime import pipeline_ranks
 from autopar.runtime.errors import PeerLostError
 from autopar.runtime.pipeline_step import Step
 from autopar.simulate.generators import generate
+from tests.support.chain import WIDTH, Chain, Layers, compile_staged
 from tests.support.decide import mesh_of
-from tests.support.hand_staged import WIDTH, Chain, Layers, compile_staged
 from tests.support.ranks import RankPool
 
 FOUR = ((0,), (1,), (2,), (3,))
@@ -209,6 +209,21 @@ def scale(rank: int) -> None:
 
 def test_a_scaled_loss_scales_the_gradients_also_twice(pool: RankPool):
     pool.values(scale)
+
+
+def input_gradient(rank: int) -> None:
+    layers, schedule = CASES["1f1b"]
+    reference = Chain()
+    mine, _ = compile_staged(copy.deepcopy(reference), replace(layers, input_gradient=True), schedule)
+    x, y, mask = batch(8)
+    given, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    reference(given, y, mask)[1].backward()
+    mine(own, y, mask)[1].backward()
+    torch.testing.assert_close(own.grad, given.grad)
+
+
+def test_the_gradient_of_an_input_is_on_every_rank(pool: RankPool):
+    pool.values(input_gradient)
 
 
 def drop(rank: int, name: str, dropout: float) -> tuple[float, float, dict[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from autopar.errors import ScheduleError
 from autopar.ir.schedule import Action, PipelineSchedule
 from autopar.runtime.routes import Routes, forward_only, routes
 from autopar.simulate.generators import generate, names
-from tests.support.hand_staged import Transfer
+from tests.support.chain import Transfer
 
 
 def transfers(stages: int, skips: tuple[tuple[int, int], ...] = ()) -> list[Transfer]:

@@ -152,6 +152,7 @@ class Layers:
     split: bool = False
     """Whether weight gradients are programs of their own."""
 
+    input_gradient: bool = False
     reduce: str = ""
     """Mesh axis over which gradients and counts are summed."""
 
@@ -207,6 +208,8 @@ class Layers:
                 env["s1"] = gz
             if i:
                 env[f"g{i}"] = gz
+            elif self.input_gradient:
+                env["dx"] = gz
 
     def weights(self, stage: int, env: Env) -> None:
         for i in self.of_stage[stage]:
