@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.api import Cluster, captured_for, plan_captured, read_cluster
 from autopar.api.planning import Planner, Program
-from autopar.api.staging import depth, is_staged, staged_program
+from autopar.api.staging import depth, evaluated, is_staged, staged_program
 from autopar.api.stale import require_fresh
 from autopar.capture import Captured, batch_size
 from autopar.capture.recompute import recomputed
@@ -30,7 +30,7 @@ from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
 from autopar.runtime.module import copy_tree
 from autopar.runtime.pipeline_ranks import PipelineRanks
-from autopar.runtime.staged_program import PipelinedProgram
+from autopar.runtime.staged_program import PipelinedProgram, names_on_rank
 from autopar.runtime.waiting import hold_whole, plain_copy, require_values, take_over
 from autopar.suggest import did_you_mean
 from cost_models.cluster import ClusterSpec
@@ -128,6 +128,7 @@ class Job:
 
     _split: tuple[str, ...] = field(init=False, default=())
     _captured: dict[tuple[bool, bool], Captured] = field(init=False, default_factory=dict)
+    _ready: dict[tuple[bool, bool], PipelinedProgram] = field(init=False, default_factory=dict)
 
     def capture(self, example_inputs: Any, *, training: bool, grad: bool = True) -> Captured:
         """Return the program for calls like the example; all ranks must have the same.
@@ -155,6 +156,10 @@ class Job:
         squeezed = squeeze(plan.decisions)
         if self.local and captured is not None:
             self._split = batch_axes(captured.graph, squeezed)
+        pipeline = PipelineRanks.of(squeezed.mesh, depth(squeezed), self.ranks) if is_staged(squeezed) else None
+        names = None
+        if pipeline is not None and pipeline.depth > 1:
+            names = self._names_here(pipeline, training, captured)
         runner = Runner(
             plan.decisions,
             self.ranks,
@@ -162,9 +167,25 @@ class Job:
             planned=(training, True),
             backend=_backend(self.backend),
             batch=batch_layout(squeezed.mesh, self._split) if self._split else None,
-            pipeline=PipelineRanks.of(squeezed.mesh, depth(squeezed), self.ranks) if is_staged(squeezed) else None,
+            pipeline=pipeline,
         )
-        return compiled(self.model, runner, init_fn=self.init_fn)
+        return compiled(self.model, runner, init_fn=self.init_fn, names=names)
+
+    def _names_here(self, pipeline: PipelineRanks, training: bool, captured: Captured | None) -> Collection[str]:
+        """Return the parameters and buffers of this rank's stages, whose program is made for that and kept.
+
+        Raises:
+            UsageError: there is no example batch to make it from.
+        """
+        if captured is None:
+            raise UsageError(
+                "a plan with pipeline stages needs example_inputs: the program says which parameters a rank holds"
+            )
+        program = self._program_for(training, True, (), {})
+        if not isinstance(program, PipelinedProgram):
+            raise RuntimeError("a plan with pipeline stages made a program without")
+        self._ready[training, True] = program
+        return names_on_rank(program.staged, program.placeholders, program.schedule, pipeline.index, self.model)
 
     def _shared_plan(self, captured: Captured | None) -> Plan:
         """Return rank 0's plan, searched or given, checked against the program."""
@@ -202,6 +223,9 @@ class Job:
     def _program_for(
         self, training: bool, grad: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> LocalProgram | PipelinedProgram:
+        ready = self._ready.pop((training, grad), None)
+        if ready is not None:
+            return ready
         captured = self._captured.pop((training, grad), None)
         planned = captured is not None
         if captured is None:
@@ -215,7 +239,7 @@ class Job:
             if not planned:
                 require_fresh(plan, captured.graph, _torch_version())
         elif captured.graph.fingerprint != plan.fingerprint.graph:
-            decisions = self._follow(plan, captured)
+            decisions = evaluated(self._follow(plan, captured), plan.decisions)
         with self.ranks.together("rewrite the program"):
             if decisions.recompute:
                 captured = recomputed(captured)

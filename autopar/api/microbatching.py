@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
+from autopar.api.pipelining import microbatches_worth_trying
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Partial, Replicate, Shard
@@ -40,6 +41,23 @@ def in_time(meshes: Sequence[Candidate], microbatch: int, batch: int) -> list[Ca
             f"{microbatch} samples on each of {shown} data-parallel ranks; choose a divisor of {batch // parts[0]}"
         )
     return found
+
+
+def in_time_for(meshes: Sequence[Candidate], depth: int, batch: int) -> list[Candidate]:
+    """Return the candidates with every number of micro-batches that is worth trying on a pipeline of `depth` ranks.
+
+    Raises:
+        UsageError: no candidate divides the batch.
+    """
+    found: dict[Candidate, None] = {}
+    for mesh in meshes:
+        for variant in _variants(mesh):
+            replicas = prod(axis.size for axis in variant if axis.role in _DATA)
+            for size in microbatches_worth_trying(batch, replicas, depth):
+                found |= dict.fromkeys(in_time([variant], size, batch))
+    if not found:
+        raise UsageError(f"a batch of {batch} divides by none of the data-parallel degrees that pp={depth} leaves")
+    return list(found)
 
 
 def _variants(mesh: Candidate) -> Iterator[Candidate]:

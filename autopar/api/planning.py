@@ -9,8 +9,9 @@ from math import ceil, inf, prod
 from typing import Literal
 
 from autopar.api import infeasible
-from autopar.api.microbatching import in_time, require_splittable
+from autopar.api.microbatching import in_time, in_time_for, require_splittable
 from autopar.api.naming import name_axes, wished
+from autopar.api.pipelining import Pipelined, Wanted, bound_s, pipelined
 from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
@@ -19,10 +20,13 @@ from autopar.costs.outcome import Outcome
 from autopar.costs.table import Builder, Pricing
 from autopar.costs.timing import timing
 from autopar.errors import InfeasibleError, UnknownOperatorError, UsageError
+from autopar.figures import format_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, Warned, Workload
+from autopar.ir.stages import stage_of
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
+from autopar.search.cuts import NoCut
 from autopar.search.ilp import Ilp, Limits, Solution, smallest_peak, solve_program
 from autopar.search.meshes import Candidate, MeshAxis, Role, candidates
 from autopar.strategies import axis_strategies
@@ -64,6 +68,7 @@ class Solved:
     step_s: float = inf
     why_not: str = ""
     recompute: Recompute = "none"
+    pipeline: Pipelined | None = None
 
 
 _INDISTINCT = 0.02
@@ -96,6 +101,7 @@ class Planner:
     progress: Progress = field(default_factory=Silent)
     _unknown: dict[str, Op] = field(init=False, default_factory=dict)
     _interrupted: bool = field(init=False, default=False)
+    _wanted: Wanted | None = field(init=False, default=None)
 
     def plan(self) -> Plan:
         """Return the fastest plan that fits.
@@ -107,6 +113,7 @@ class Planner:
         """
         started = time.monotonic()
         wishes = read_wishes(self.options)
+        self._wanted = wishes.pipeline
         check_names(self.program.graph, wishes)
         meshes = self._meshes(wishes)
         solved: list[Solved] = []
@@ -181,17 +188,22 @@ class Planner:
             _ = self.cluster.device
         except CostModelError as error:
             raise UsageError(str(error)) from None
+        if devices % self._depth:
+            raise infeasible.degrees({**wishes.fixed, "pp": self._depth}, wishes.forbidden, devices)
+        devices //= self._depth
         batch, parts = self.program.graph.batch_size, prod(wishes.fixed.get(key, 1) for key in DATA_PARALLEL)
         if batch and batch % parts:
             raise infeasible.batch(wishes.fixed, batch)
         found = candidates(devices, per_node, wishes.fixed, wishes.forbidden)
         if not found:
             raise infeasible.degrees(wishes.fixed, wishes.forbidden, devices)
-        if wishes.microbatch is None:
+        if wishes.microbatch is None and wishes.pipeline is None:
             return found
         if not batch:
-            raise UsageError("--fix microbatch: no input has a batch dimension to cut into micro-batches")
-        return in_time(found, wishes.microbatch, batch)
+            raise UsageError("no input has a batch dimension to cut into micro-batches; leave pp and microbatch out")
+        if wishes.microbatch is not None:
+            return in_time(found, wishes.microbatch, batch)
+        return in_time_for(found, self._depth, batch)
 
     def _solve_all(
         self, graph: Graph, meshes: Sequence[Candidate], wishes: Wishes, started: float, recompute: Recompute
@@ -266,10 +278,10 @@ class Planner:
         except (CostModelError, InfeasibleError) as error:
             return Solved(candidate, Solution("infeasible", (), inf, inf), why_not=str(error))
         program = Ilp(pricing.table)
-        bound = program.relaxed_bound_s(Limits(self._budget, max(left, 0.1), seed=self.options.seed))
+        bound = program.relaxed_bound_s(Limits(self._whole_budget, max(left, 0.1), seed=self.options.seed))
         if bound == inf:
             return Solved(candidate, Solution("infeasible", (), inf, inf), why_not="does not fit in memory")
-        return Waiting(candidate, links, pricing, program, bound)
+        return Waiting(candidate, links, pricing, program, bound_s(bound, self._depth))
 
     def _solve(self, graph: Graph, one: Waiting, best_s: float, left: float) -> Solved:
         if one.bound_s >= best_s * (1.0 - self.options.gap):
@@ -278,13 +290,21 @@ class Planner:
         if left <= 0 and best_s < inf:
             why = "not solved within the time limit"
             return Solved(one.candidate, Solution("time_limit", (), inf, one.bound_s), why_not=why)
-        limits = Limits(self._budget, max(left, 1.0), self.options.gap, self.options.seed, best_s)
+        cutoff_s = best_s * self._depth
+        limits = Limits(self._whole_budget, max(left, 1.0), self.options.gap, self.options.seed, cutoff_s)
         solution = solve_program(one.program, limits)
+        solution = replace(solution, bound_s=bound_s(solution.bound_s, self._depth))
         if not solution.options:
             solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
             return Solved(one.candidate, solution, why_not=_WHY_NOT.get(solution.status, solution.status))
         outcome = Outcome(graph, one.pricing, one.links, solution.options, self.options.optimizer)
-        return Solved(one.candidate, solution, outcome, timing(one.pricing.table, solution.options).step_s)
+        if self._wanted is None:
+            return Solved(one.candidate, solution, outcome, timing(one.pricing.table, solution.options).step_s)
+        cut = pipelined(outcome, self._wanted, self._budget)
+        if isinstance(cut, NoCut):
+            why = f"its largest pipeline rank needs {format_bytes(cut.least_bytes)} of {format_bytes(self._budget)}"
+            return Solved(one.candidate, replace(solution, status="infeasible"), why_not=why)
+        return Solved(one.candidate, solution, outcome, cut.step_s, pipeline=cut)
 
     def _price(self, graph: Graph, candidate: Candidate, wishes: Wishes) -> tuple[Links, Pricing]:
         sizes = tuple(axis.size for axis in candidate)
@@ -302,6 +322,16 @@ class Planner:
             self._unknown.setdefault(op.target, op)
         if self.options.strict and self._unknown:
             raise no_rule(tuple(self._unknown.values()))
+
+    @property
+    def _depth(self) -> int:
+        """Return the number of pipeline ranks."""
+        return 1 if self._wanted is None else self._wanted.depth
+
+    @property
+    def _whole_budget(self) -> int:
+        """Return bytes that the whole program needs at most on one stage's mesh for its stages to fit on theirs."""
+        return self._budget * self._depth
 
     @property
     def _budget(self) -> int:
@@ -333,6 +363,11 @@ class Planner:
         graph, options = self.program.graph, self.options
         mesh, degrees = name_axes(outcome, best.candidate)
         estimates = outcome.estimates(self._budget, PEAK_DTYPE[options.precision])
+        decisions = outcome.decisions(mesh, degrees)
+        if best.pipeline is not None:
+            homes = stage_of(outcome.graph, best.pipeline.stages)
+            estimates = best.pipeline.estimates(estimates)
+            decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
         batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
         found = _solver(best, solved, seconds, options)
         recompute = {} if best.recompute == "none" else {"*": best.recompute}
@@ -350,7 +385,7 @@ class Planner:
                 tokens_per_step=self.program.tokens_per_step,
             ),
             cluster=self.cluster.to_dict(),
-            decisions=replace(outcome.decisions(mesh, degrees), recompute=recompute),
+            decisions=replace(decisions, recompute=recompute),
             estimates=estimates,
             solver=replace(found, status="interrupted") if self._interrupted else found,
             constraints=options.constraints,

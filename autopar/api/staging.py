@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from math import prod
 
 from autopar.capture import Captured
@@ -14,6 +15,7 @@ from autopar.ir.squeeze import squeeze
 from autopar.ir.stages import stage_of
 from autopar.rewrite import Value, rewrite_stages, split_inputs
 from autopar.runtime.staged_program import PipelinedProgram
+from autopar.simulate.check import check
 from autopar.simulate.generators import generate
 
 
@@ -25,6 +27,13 @@ def is_staged(decisions: Decisions) -> bool:
 def depth(decisions: Decisions) -> int:
     """Return how many pipeline ranks there are: meshes that hold different stages."""
     return max(1, len({stage.ranks for stage in decisions.stages}))
+
+
+def evaluated(found: Decisions, planned: Decisions) -> Decisions:
+    """Return the decisions of an evaluation program on the stages of the planned one: the batch goes through whole."""
+    if len(planned.stages) == 1:
+        return found
+    return replace(found, stages=planned.stages, schedule=replace(planned.schedule, num_microbatches=1))
 
 
 def schedule_of(decisions: Decisions) -> PipelineSchedule:
@@ -44,6 +53,7 @@ def staged_program(
     Raises:
         RewriteError: an operator does not fit the layouts that the plan gives it.
         InfeasibleError: the program cannot be cut so.
+        ScheduleError: ranks would wait for one another forever.
     """
     graph, decisions = captured.graph, squeeze(decisions)
     mesh, schedule = decisions.mesh, schedule_of(decisions)
@@ -55,6 +65,8 @@ def staged_program(
         homes = dict.fromkeys((op.name for op in graph.ops), 0)
     mine = [stage for stage, at in enumerate(schedule.rank_of) if at == index]
     staged = rewrite_stages(captured.joint, graph, decisions, inner, homes, mine, split=split, device=device)
+    skips = {(each.source, each.target) for each in staged.transfers if each.target > each.source + 1}
+    check(schedule, skips=sorted(skips))  # before anything is sent
     brought = split_inputs(graph, mesh, split)
     in_time = Mesh((Axis(MICROBATCH, schedule.microbatches, TIME),))
     whole = (Replicate(),) * len(mesh.axes)

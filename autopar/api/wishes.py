@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from autopar.api.pipelining import Wanted
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Placement, Shard
@@ -20,7 +21,7 @@ Options = Mapping[str, tuple[MeshStrategy, ...]]
 DATA_PARALLEL = ("dp_replicate", "dp_shard")
 """Degrees along which the batch is split."""
 
-_LATER = ("pp", "cp", "ep", "interleave")
+_LATER = ("cp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,9 @@ class Wishes:
     constraints: tuple[Constraint, ...]
     microbatch: int | None = None
     """Samples that each data-parallel rank computes at a time; `None`: all it has."""
+
+    pipeline: Wanted | None = None
+    """Stages that the program is to be cut into; `None`: one program."""
 
     resting: Mapping[str, ParameterDecision] = field(default_factory=dict)
     """Where parameters are already and stay, by name; empty where that is open."""
@@ -103,7 +107,7 @@ def read_wishes(options: PlanOptions) -> Wishes:
     for key in _LATER:
         if int(fix.get(key, 1)) > 1:
             raise not_yet(key, fix[key])
-    if fix.get("schedule", "none") != "none":
+    if fix.get("schedule") in {"zb_h1", "zbv"}:
         raise not_yet("schedule", fix["schedule"])
     if fix.get("recompute") == "selective":
         raise not_yet("recompute", "selective")
@@ -117,7 +121,27 @@ def read_wishes(options: PlanOptions) -> Wishes:
         zero=0 if "zero" in options.forbid else int(zero) if zero is not None else None,
         constraints=options.constraint,
         microbatch=int(fix["microbatch"]) if "microbatch" in fix else None,
+        pipeline=_pipeline(fix),
     )
+
+
+def _pipeline(fix: Mapping[str, object]) -> Wanted | None:
+    """Return the pipeline that is asked for; `None` if there is to be none.
+
+    Raises:
+        UsageError: a schedule without stages, or one that cannot have so many stages a rank.
+    """
+    depth, interleave = int(str(fix.get("pp", 1))), int(str(fix.get("interleave", 1)))
+    schedule = str(fix.get("schedule", "interleaved_1f1b" if interleave > 1 else "1f1b"))
+    if depth == 1:
+        if "schedule" in fix and schedule != "none":
+            raise UsageError(f"--fix schedule={schedule} needs pipeline stages: add --fix pp=N")
+        return None
+    if schedule == "none":
+        raise UsageError(f"--fix schedule=none and --fix pp={depth} contradict each other: stages need a schedule")
+    wanted = Wanted(depth, schedule, interleave if interleave > 1 or schedule != "interleaved_1f1b" else 2)
+    wanted.schedule_for(depth)  # what is wrong with the numbers is said now
+    return wanted
 
 
 def not_yet(key: str, value: object) -> UsageError:

@@ -50,7 +50,7 @@ def launch_command(plan: Plan, script: list[str], nnodes: int, node_rank: int, r
         )
     if script == ["-m"]:
         raise UsageError("-m needs the name of a module; write `autopar run PLAN -- -m MODULE ARGS`")
-    ranks = plan.decisions.mesh.world_size
+    ranks = plan.decisions.mesh.world_size * plan.decisions.degrees.get("pp", 1)
     if ranks % nnodes:
         raise UsageError(f"the plan's {ranks} ranks cannot be shared evenly by --nnodes {nnodes} machines")
     if node_rank >= nnodes:

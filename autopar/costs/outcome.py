@@ -58,6 +58,10 @@ class Outcome:
         node = self.pricing.home[rep]
         return self.pricing.clusters[node].strategy(rep, self.options[node])
 
+    def seconds(self, rep: str) -> float:
+        """Return the seconds of one instance of a representative operator in one micro-batch, collectives left out."""
+        return self._operator(self.graph.by_name[rep], 1).predicted_s
+
     def layout(self, rep: str, index: int = 0) -> Layout:
         """Return the layout that a value is made in."""
         found = self.strategy(rep).outputs[index]
@@ -328,8 +332,14 @@ class Issued:
     phase: str
     tensor_rep: str
     overlapped: bool
+    at: str
+    """The operator that needs it first."""
+
     times: int = 1
     """How often in a step: for every micro-batch, or once."""
+
+    finishes: bool = False
+    """Whether it brings a gradient to its parameter's place, after the last micro-batch."""
 
     gradient: str = ""
     """The parameter, if this is the sum of its gradient, all that brings it to its place."""
@@ -369,10 +379,10 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             done.add(key)
             behind = ref.op in starts or ref.op in ends
             for message in links.route_messages(have, need, graph.meta(ref)):
-                yield Issued(message, op.phase, source, behind, outcome.microbatches)
+                yield Issued(message, op.phase, source, behind, op.name, outcome.microbatches)
         metas = tuple(graph.meta(ref) for ref in op.refs)
         for message in links.inner_messages(op, metas, strategy):
-            yield Issued(message, op.phase, rep, False, outcome.microbatches)
+            yield Issued(message, op.phase, rep, False, op.name, outcome.microbatches)
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -395,4 +405,4 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
         times = 1 if reduced else outcome.microbatches
         behind = output.ref.op in ends and not (reduced and outcome.microbatches > 1)
         for message in messages:
-            yield Issued(message, phase, source, behind, times, gradient)
+            yield Issued(message, phase, source, behind, output.ref.op, times, reduced, gradient)

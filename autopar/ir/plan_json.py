@@ -148,10 +148,12 @@ def _mesh_inconsistencies(decisions: Decisions) -> Iterator[tuple[str, str]]:
             yield "decisions.mesh", f"axis {axis.name} has size {axis.size}; sizes are at least 1"
     if len(set(mesh.names)) != len(mesh.names):
         yield "decisions.mesh", f"an axis is named twice: {', '.join(mesh.names)}"
-    product = math.prod(degrees.values())
-    if product != mesh.world_size:
+    depth = degrees.get("pp", 1)
+    product, world = math.prod(degrees.values()), mesh.world_size * depth
+    if product != world:
         shown = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
-        yield "decisions.degrees", f"{shown} is {product} ranks, but the mesh ({mesh}) has {mesh.world_size}"
+        has = f"the mesh ({mesh}) has {mesh.world_size}" + (f" on each of {depth} pipeline ranks" if depth > 1 else "")
+        yield "decisions.degrees", f"{shown} is {product} ranks, but {has}"
     sizes: dict[str, int] = {}
     for axis in mesh.axes:
         kind = _NUMBERED.sub("", axis.name)
@@ -163,8 +165,8 @@ def _mesh_inconsistencies(decisions: Decisions) -> Iterator[tuple[str, str]]:
         if each.axis not in mesh.names:
             yield f"decisions.collectives[{i}].axis", f"{each.axis!r} is no axis of the mesh ({mesh})"
     for i, stage in enumerate(decisions.stages):
-        if any(not 0 <= rank < mesh.world_size for rank in stage.ranks):
-            yield f"decisions.stages[{i}].ranks", f"names a rank outside 0..{mesh.world_size - 1}"
+        if any(not 0 <= rank < world for rank in stage.ranks):
+            yield f"decisions.stages[{i}].ranks", f"names a rank outside 0..{world - 1}"
 
 
 def _layout_inconsistencies(decisions: Decisions) -> Iterator[tuple[str, str]]:

@@ -76,6 +76,7 @@ def _sections(plan: Plan) -> Iterator[tuple[str, Row, Iterable[Row]]]:
     axes = plan.decisions.mesh.axes
     names = " ".join(plan.decisions.mesh.names)
     yield "mesh", ("axis", ">size", "level"), ((axis.name, str(axis.size), axis.level) for axis in axes)
+    yield f"stages ({plan.decisions.schedule.name})", ("stage", "ranks", "blocks", ">busy", ">peak"), _stage_rows(plan)
     yield "time of a step", ("part", ">seconds", ">share"), _time_rows(plan)
     yield "memory of a device", ("part", ">bytes", ">share"), _memory_rows(plan)
     yield f"parameters ({names})", ("name", ">count", "shape", "placements", "gather"), _parameter_rows(plan)
@@ -91,6 +92,19 @@ def _sections(plan: Plan) -> Iterator[tuple[str, Row, Iterable[Row]]]:
     )
     yield "search", ("status", ">objective", ">bound", ">gap", ">candidates", ">seed"), _solver_rows(plan)
     yield "alternatives", ("degrees", ">step", ">peak", "why not"), _alternative_rows(plan)
+
+
+def _stage_rows(plan: Plan) -> Iterator[Row]:
+    """Yield a row a pipeline stage; none for one SPMD program."""
+    if len(plan.decisions.stages) < 2:
+        return
+    predicted = {each.index: each for each in plan.estimates.per_stage}
+    for stage in plan.decisions.stages:
+        ranks, paths = stage.ranks, stage.blocks
+        shown = [f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in (ranks, paths) if each]
+        found = predicted.get(stage.index)
+        times = (format_seconds(found.step_time_s), format_bytes(found.peak_memory_bytes)) if found else ("-", "-")
+        yield str(stage.index), shown[0], shown[-1], *times
 
 
 def _time_rows(plan: Plan) -> Iterator[Row]:

@@ -1,0 +1,313 @@
+"""Where a solved program is cut into pipeline stages: its blocks priced, cut by `search.cuts`, judged by `simulate`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from autopar.costs.liveness import base_of, lives, local_bytes
+from autopar.costs.optimizer import optimizer_seconds, state_bytes
+from autopar.costs.outcome import Outcome
+from autopar.ir import stages as blocks
+from autopar.ir.graph import Graph, Op
+from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
+from autopar.ir.schedule import PipelineSchedule
+from autopar.ir.timeline import Timeline
+from autopar.search.cuts import Cut, NoCut, find_cuts, pipeline_costs
+from autopar.search.stages import Boundary, Unit
+from autopar.simulate.engine import simulate
+from autopar.simulate.generators import generate
+from cost_models.collectives import collective_s
+from cost_models.topology import axis_hops
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A pipeline as asked for."""
+
+    depth: int
+    schedule: str = "1f1b"
+    interleave: int = 1
+
+    def schedule_for(self, microbatches: int) -> PipelineSchedule:
+        """Return the actions of every pipeline rank."""
+        return generate(self.schedule, ranks=self.depth, microbatches=microbatches, interleave=self.interleave)
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A cut that was simulated."""
+
+    wanted: Wanted
+    schedule: PipelineSchedule
+    stages: tuple[tuple[str, ...], ...]
+    """Paths of the blocks of each stage."""
+
+    timeline: Timeline
+    finish_s: tuple[float, ...]
+    """Of each pipeline rank, after the last micro-batch: reduction of gradients, and optimizer."""
+
+    optimizer_s: float
+    """Of these, what the slowest optimizer takes."""
+
+    rank_bytes: tuple[int, ...]
+    static: Memory
+    """Of the rank that holds most; activations are in flight."""
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step."""
+        return self.timeline.makespan_s + max(self.finish_s)
+
+    def decisions(self, found: Decisions, homes: Mapping[str, int], graph: Graph) -> Decisions:
+        """Return the decisions of one stage's mesh with the stages; `homes` is the stage of every operator."""
+        width = found.mesh.world_size
+        at: dict[str, int] = {}
+        for op in graph.ops:
+            if op.kind in {"parameter", "buffer"}:
+                at |= dict.fromkeys(graph.aliases.get(op.target, (op.target,)), homes[op.name])
+        parameters = {name: replace(each, stage=at[name]) for name, each in found.parameters.items()}
+        stages = tuple(
+            Stage(
+                index=index,
+                ranks=tuple(range(rank * width, (rank + 1) * width)),
+                blocks=paths,
+                parameters=tuple(name for name in found.parameters if at[name] == index),
+            )
+            for index, (paths, rank) in enumerate(zip(self.stages, self.schedule.rank_of, strict=True))
+        )
+        schedule = Schedule(
+            name=self.wanted.schedule,
+            interleave=self.wanted.interleave,
+            num_microbatches=found.schedule.num_microbatches,
+        )
+        degrees = {**found.degrees, "pp": self.wanted.depth}
+        return replace(found, parameters=parameters, stages=stages, schedule=schedule, degrees=degrees)
+
+    def estimates(self, whole: Estimates) -> Estimates:
+        """Return the estimates of the pipeline, given those of all stages one after another on one stage's mesh."""
+        ranks = self.timeline.ranks
+        slowest = max(ranks, key=lambda each: each.compute_s)
+        bubble = slowest.bubble_s
+        exposed = self.step_s - slowest.compute_s - bubble - self.optimizer_s
+        scale = whole.step_time_s / self.step_s / self.wanted.depth
+        return replace(
+            whole,
+            step_time_s=self.step_s,
+            mfu=whole.mfu * scale,
+            peak_memory_bytes=self.static.total,
+            memory=self.static,
+            breakdown=replace(
+                whole.breakdown,
+                compute_s=slowest.compute_s,
+                exposed_communication_s=max(0.0, exposed),
+                bubble_s=bubble,
+                optimizer_s=self.optimizer_s,
+            ),
+            per_stage=tuple(
+                StageEstimate(
+                    index=stage,
+                    step_time_s=sum(e.end_s - e.start_s for e in ranks[rank].events if e.action.stage == stage),
+                    peak_memory_bytes=self.rank_bytes[rank],
+                )
+                for stage, rank in enumerate(self.schedule.rank_of)
+            ),
+            sources={**whole.sources, "bubble_s": "autopar.simulate: timeline of the schedule on the stages' costs"},
+        )
+
+
+def pipelined(outcome: Outcome, wanted: Wanted, budget_bytes: int) -> Pipelined | NoCut:
+    """Return the fastest simulated cut of a solved program that fits, or what would fit.
+
+    Raises:
+        InfeasibleError: more stages than blocks.
+        UsageError: the schedule cannot be made for these numbers.
+    """
+    graph = outcome.graph
+    found = blocks.units(graph)
+    schedule = wanted.schedule_for(outcome.microbatches)
+    if len(found) < schedule.stages:
+        raise blocks.too_many_stages(schedule.stages, found)
+    priced = _Blocks(outcome, wanted, [unit.path for unit in found])
+    reserved = int(outcome.links.cluster.device.reserved_bytes)
+    cuts = find_cuts(priced.units, priced.boundaries, schedule, budget_bytes=budget_bytes - reserved)
+    if isinstance(cuts, NoCut):
+        return NoCut(cuts.least_bytes + reserved, cuts.bound_bytes + reserved)
+    tried = [priced.judged(cut, schedule, reserved) for cut in cuts.cuts]
+    return min(tried, key=lambda each: each.step_s)
+
+
+@dataclass
+class _Blocks:
+    """The blocks of a program, priced for one micro-batch on one stage's mesh."""
+
+    outcome: Outcome
+    wanted: Wanted
+    paths: list[str]
+
+    def __post_init__(self) -> None:
+        self.graph = self.outcome.graph
+        self.of = blocks.stage_of(self.graph, [[path] for path in self.paths])
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Return what each block costs."""
+        count = len(self.paths)
+        seconds = {phase: [0.0] * count for phase in ("forward", "backward")}
+        temporary = [0.0] * count
+        known: dict[str, float] = {}
+        for op in self.graph.ops:
+            rep = self.graph.representative(op.name)
+            if rep not in known:
+                known[rep] = self.outcome.seconds(rep)
+            seconds[op.phase][self.of[op.name]] += known[rep]
+            made = self._bytes(op)
+            temporary[self.of[op.name]] = max(temporary[self.of[op.name]], 2 * made if op.kind == "call" else 0.0)
+        for issued in self.outcome.messages():
+            if not issued.finishes:
+                seconds[issued.phase][self.of[issued.at]] += self.outcome.links.message_s(issued.message)
+        static = self._static()
+        saved = self._saved()
+        return [
+            Unit(
+                forward_s=seconds["forward"][at],
+                input_gradient_s=seconds["backward"][at],
+                weight_gradient_s=0.0,
+                static_bytes=round(sum(static[at])),
+                activation_bytes=round(saved[at]),
+                temporary_bytes=round(temporary[at]),
+            )
+            for at in range(count)
+        ]
+
+    def _bytes(self, op: Op) -> float:
+        strategy = self.outcome.strategy(self.graph.representative(op.name))
+        return sum(
+            local_bytes(meta, layout, self.outcome.links.sizes)
+            for meta, layout in zip(op.outputs, strategy.outputs, strict=True)
+            if meta is not None
+        )
+
+    def _static(self) -> list[tuple[float, float, float]]:
+        """Return the bytes of parameters, gradients and optimizer state of each block."""
+        found = [(0.0, 0.0, 0.0)] * len(self.paths)
+        gradients = {o.name: o.ref for o in self.graph.outputs if o.kind == "gradient" and o.ref is not None}
+        users = self.graph.users
+        for op in self.graph.ops:
+            if op.kind not in {"parameter", "buffer"}:
+                continue
+            layout = self.outcome.layout(self.graph.representative(op.name))
+            state = 0.0
+            if op.kind == "parameter" and op.requires_grad:
+                state = state_bytes(op, layout, self.outcome.links.sizes, self.outcome.optimizer)
+            ref = gradients.get(op.name)
+            gradient = self._bytes(self.graph.by_name[ref.op]) if ref is not None else 0.0
+            # A tied parameter is held by each stage that reads it.
+            for at in {self.of[op.name], *(self.of[user] for user in users[op.name])}:
+                p, g, s = found[at]
+                found[at] = (p + self._bytes(op), g + gradient, s + state)
+        return found
+
+    def _saved(self) -> list[float]:
+        """Return the bytes that each block saves for backward."""
+        found = [0.0] * len(self.paths)
+        for life in lives(self.graph):
+            op = self.graph.by_name[life.op]
+            late = life.last < len(self.graph.ops) and self.graph.ops[life.last].phase == "backward"
+            meta = op.outputs[life.index]
+            if op.kind == "call" and op.phase == "forward" and late and meta is not None:
+                layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
+                found[self.of[op.name]] += local_bytes(meta, layout, self.outcome.links.sizes)
+        return found
+
+    @cached_property
+    def boundaries(self) -> list[Boundary]:
+        """Return what crosses between neighbouring blocks: values of forward that come from parameters."""
+        graph, sizes = self.graph, self.outcome.links.sizes
+        ranks = sizes[self.outcome.links.time_axes :]
+        hops = axis_hops(self.outcome.links.cluster.levels, (self.wanted.depth, *ranks), 0)
+        base = base_of(graph)
+        trained: set[str] = set()
+        alive = [0.0] * (len(self.paths) - 1)
+        last: dict[tuple[str, int], int] = {}
+        for op in graph.ops:
+            if op.phase != "forward":
+                continue
+            if op.kind == "parameter" or any(ref.op in trained for ref in op.refs):
+                trained.add(op.name)
+            for ref in op.refs:
+                key = base[ref.op, ref.index]
+                last[key] = max(last.get(key, 0), self.of[op.name])
+        for (name, index), end in last.items():
+            op = graph.by_name[name]
+            meta = op.outputs[index]
+            if op.kind != "call" or name not in trained or meta is None:
+                continue
+            layout = self.outcome.strategy(graph.representative(name)).outputs[index]
+            for at in range(self.of[name], end):
+                alive[at] += local_bytes(meta, layout, sizes)
+        found = []
+        for held in alive:
+            moved_s = float(collective_s("point_to_point", round(held), hops)) if held else 0.0
+            found.append(Boundary(forward_s=moved_s, backward_s=moved_s, value_bytes=round(held)))
+        return found
+
+    def _finish_s(self) -> tuple[list[float], list[float]]:
+        """Return, of each block, the seconds of reducing its gradients, and of its optimizer step."""
+        reduce_s, step_s = [0.0] * len(self.paths), [0.0] * len(self.paths)
+        for issued in self.outcome.messages():
+            if issued.finishes:
+                reduce_s[self.of[issued.at]] += self.outcome.links.message_s(issued.message)
+        for op in self.graph.ops:
+            if op.kind == "parameter" and op.requires_grad:
+                layout = self.outcome.layout(self.graph.representative(op.name))
+                links = self.outcome.links
+                spent = optimizer_seconds(op, [layout], links.sizes, self.outcome.optimizer, links.cluster.device)
+                step_s[self.of[op.name]] += float(spent[0])
+        return reduce_s, step_s
+
+    def judged(self, cut: Cut, schedule: PipelineSchedule, reserved: int) -> Pipelined:
+        """Return a cut with its simulated timeline."""
+        timeline = simulate(schedule, pipeline_costs(self.units, self.boundaries, schedule, cut.first_units))
+        stops = (*cut.first_units[1:], len(self.paths))
+        runs = [range(first, stop) for first, stop in zip(cut.first_units, stops, strict=True)]
+        mine: dict[int, list[int]] = defaultdict(list)
+        for run, rank in zip(runs, schedule.rank_of, strict=True):
+            mine[rank] += run
+        reduce_s, step_s = self._finish_s()
+        spent = [sum(step_s[at] for at in mine[rank]) for rank in range(schedule.ranks)]
+        finish = tuple(sum(reduce_s[at] for at in mine[rank]) + spent[rank] for rank in range(schedule.ranks))
+        peaks = tuple(rank.peak_bytes + reserved for rank in timeline.ranks)
+        fullest = peaks.index(max(peaks))
+        static = self._static()
+        parts = [round(sum(static[at][kind] for at in mine[fullest])) for kind in range(3)]
+        temporary = max(self.units[at].temporary_bytes for at in mine[fullest])
+        activations = max(0, peaks[fullest] - reserved - sum(parts) - temporary)
+        return Pipelined(
+            wanted=self.wanted,
+            schedule=schedule,
+            stages=tuple(tuple(self.paths[at] for at in run) for run in runs),
+            timeline=timeline,
+            finish_s=finish,
+            optimizer_s=max(spent),
+            rank_bytes=peaks,
+            static=Memory(
+                parameters=parts[0], gradients=parts[1], optimizer=parts[2],
+                activations=activations, temporary=temporary, reserved=reserved,
+            ),
+        )  # fmt: skip
+
+
+def bound_s(whole_s: float, depth: int) -> float:
+    """Return seconds that no pipeline of a program beats, given those of all of it on one stage's mesh."""
+    return whole_s / depth if whole_s < inf else inf
+
+
+def microbatches_worth_trying(batch: int, replicas: int, depth: int) -> list[int]:
+    """Return sizes of micro-batches that keep a pipeline busy: one to eight micro-batches for each of its ranks."""
+    samples = batch // replicas if batch % replicas == 0 else 0
+    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
+    return [size for size in sizes if depth <= samples // size <= 8 * depth] or sizes[:1]
