@@ -17,6 +17,12 @@ from autopar.ir.graph import Graph
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import Mark, mark, over_microbatches, role
 
+_RELAID = frozenset(
+    {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default,
+     torch.ops.aten.as_strided.default, torch.ops.aten.slice.Tensor}
+)  # fmt: skip
+"""Operators that may turn any dimension into that of the batch."""
+
 TOTAL = "total_over_microbatches"
 """Start of the names of placeholders that take a sum over all micro-batches."""
 
@@ -120,14 +126,25 @@ def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
             continue
         source = node.all_input_nodes[0].meta["val"]
         repeated = isinstance(source, torch.Tensor) and source.stride(0) == 0
-        given = [
-            each
-            for each in _ancestors([node])
-            if each.op == "get_attr"
-            or (each.op == "placeholder" and captured.by_name[each.name].kind in {"input", "constant", "buffer"})
-        ]
-        if not repeated and given:
+        rows = [each for each in _ancestors([node]) if _has_rows(each, captured)]
+        if not repeated and rows:
             raise RewriteError(
                 f"{mark(node).moves or mark(node).origin} differs from micro-batch to micro-batch and comes from "
-                f"{given[0].name}, which is whole in each"
+                f"{rows[0].name}, which is whole in each"
             )
+
+
+def _has_rows(node: fx.Node, captured: Graph) -> bool:
+    """Return whether a node brings in a row for each sample: a table of the batch's length, or another one laid out so.
+
+    A table without such a dimension is the same for all samples, however it is repeated or looked up.
+    """
+    value, batch = node.meta.get("val"), captured.batch_size
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != batch or batch == 1:
+        return False
+    if node.op == "get_attr":
+        return True
+    if node.op == "placeholder":
+        return captured.by_name[node.name].kind in {"input", "constant", "buffer"}
+    shapes = [each.meta["val"].shape for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+    return node.target in _RELAID and any(shape and shape[0] not in {1, batch} for shape in shapes)
