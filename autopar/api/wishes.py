@@ -147,7 +147,8 @@ def _pipeline(fix: Mapping[str, object]) -> Wanted | None:
 def not_yet(key: str, value: object) -> UsageError:
     """Return the error about a wish that this version cannot grant."""
     return UsageError(
-        f"--fix {key}={value}: this version plans one SPMD program (dp_replicate, dp_shard, tp, zero); leave {key} out"
+        f"--fix {key}={value}: this version does not plan that (but dp_replicate, dp_shard, tp, zero, microbatch, pp "
+        f"with gpipe, 1f1b or interleaved_1f1b, recompute none or full); leave {key} out"
     )
 
 

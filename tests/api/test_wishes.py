@@ -72,7 +72,8 @@ REFUSED = [
         id="typo",
     ),
     pytest.param({"fix": {"tp": 4}, "constraint": "up.weight=Shard(2)@tp"}, InfeasibleError, "cannot be met", id="dim"),
-    pytest.param({"fix": {"pp": 2}}, UsageError, "plans one SPMD program", id="pipeline"),
+    pytest.param({"fix": {"cp": 2}}, UsageError, "--fix cp=2: this version", id="context"),
+    pytest.param({"fix": {"pp": 2, "schedule": "zbv"}}, UsageError, "--fix schedule=zbv: this version", id="schedule"),
     pytest.param({"fixx": {"tp": 2}}, UsageError, "unknown option 'fixx'", id="option"),
 ]
 
