@@ -148,7 +148,7 @@ def _mesh_inconsistencies(decisions: Decisions) -> Iterator[tuple[str, str]]:
             yield "decisions.mesh", f"axis {axis.name} has size {axis.size}; sizes are at least 1"
     if len(set(mesh.names)) != len(mesh.names):
         yield "decisions.mesh", f"an axis is named twice: {', '.join(mesh.names)}"
-    depth = degrees.get("pp", 1)
+    depth = 1 if "pp" in mesh.names else degrees.get("pp", 1)
     product, world = math.prod(degrees.values()), mesh.world_size * depth
     if product != world:
         shown = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
