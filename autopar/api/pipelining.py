@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 
 from autopar.costs.liveness import base_of, lives, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
@@ -169,7 +168,7 @@ class _Blocks:
         for issued in self.outcome.messages():
             if not issued.finishes:
                 seconds[issued.phase][self.of[issued.at]] += self.outcome.links.message_s(issued.message)
-        static = self._static()
+        static = self._static
         saved = self._saved()
         return [
             Unit(
@@ -191,6 +190,7 @@ class _Blocks:
             if meta is not None
         )
 
+    @cached_property
     def _static(self) -> list[tuple[float, float, float]]:
         """Return the bytes of parameters, gradients and optimizer state of each block."""
         found = [(0.0, 0.0, 0.0)] * len(self.paths)
@@ -255,6 +255,7 @@ class _Blocks:
             found.append(Boundary(forward_s=moved_s, backward_s=moved_s, value_bytes=round(held)))
         return found
 
+    @cached_property
     def _finish_s(self) -> tuple[list[float], list[float]]:
         """Return, of each block, the seconds of reducing its gradients, and of its optimizer step."""
         reduce_s, step_s = [0.0] * len(self.paths), [0.0] * len(self.paths)
@@ -277,12 +278,12 @@ class _Blocks:
         mine: dict[int, list[int]] = defaultdict(list)
         for run, rank in zip(runs, schedule.rank_of, strict=True):
             mine[rank] += run
-        reduce_s, step_s = self._finish_s()
+        reduce_s, step_s = self._finish_s
         spent = [sum(step_s[at] for at in mine[rank]) for rank in range(schedule.ranks)]
         finish = tuple(sum(reduce_s[at] for at in mine[rank]) + spent[rank] for rank in range(schedule.ranks))
         peaks = tuple(rank.peak_bytes + reserved for rank in timeline.ranks)
         fullest = peaks.index(max(peaks))
-        static = self._static()
+        static = self._static
         parts = [round(sum(static[at][kind] for at in mine[fullest])) for kind in range(3)]
         temporary = max(self.units[at].temporary_bytes for at in mine[fullest])
         activations = max(0, peaks[fullest] - reserved - sum(parts) - temporary)
@@ -299,11 +300,6 @@ class _Blocks:
                 activations=activations, temporary=temporary, reserved=reserved,
             ),
         )  # fmt: skip
-
-
-def bound_s(whole_s: float, depth: int) -> float:
-    """Return seconds that no pipeline of a program beats, given those of all of it on one stage's mesh."""
-    return whole_s / depth if whole_s < inf else inf
 
 
 def microbatches_worth_trying(batch: int, replicas: int, depth: int) -> list[int]:

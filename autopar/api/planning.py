@@ -11,7 +11,7 @@ from typing import Literal
 from autopar.api import infeasible
 from autopar.api.microbatching import in_time, in_time_for, require_splittable
 from autopar.api.naming import name_axes, wished
-from autopar.api.pipelining import Pipelined, Wanted, bound_s, pipelined
+from autopar.api.pipelining import Pipelined, Wanted, pipelined
 from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
@@ -281,7 +281,7 @@ class Planner:
         bound = program.relaxed_bound_s(Limits(self._whole_budget, max(left, 0.1), seed=self.options.seed))
         if bound == inf:
             return Solved(candidate, Solution("infeasible", (), inf, inf), why_not="does not fit in memory")
-        return Waiting(candidate, links, pricing, program, bound_s(bound, self._depth))
+        return Waiting(candidate, links, pricing, program, bound / self._depth)
 
     def _solve(self, graph: Graph, one: Waiting, best_s: float, left: float) -> Solved:
         if one.bound_s >= best_s * (1.0 - self.options.gap):
@@ -293,7 +293,7 @@ class Planner:
         cutoff_s = best_s * self._depth
         limits = Limits(self._whole_budget, max(left, 1.0), self.options.gap, self.options.seed, cutoff_s)
         solution = solve_program(one.program, limits)
-        solution = replace(solution, bound_s=bound_s(solution.bound_s, self._depth))
+        solution = replace(solution, bound_s=solution.bound_s / self._depth)
         if not solution.options:
             solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
             return Solved(one.candidate, solution, why_not=_WHY_NOT.get(solution.status, solution.status))
@@ -302,7 +302,10 @@ class Planner:
             return Solved(one.candidate, solution, outcome, timing(one.pricing.table, solution.options).step_s)
         cut = pipelined(outcome, self._wanted, self._budget)
         if isinstance(cut, NoCut):
-            why = f"its largest pipeline rank needs {format_bytes(cut.least_bytes)} of {format_bytes(self._budget)}"
+            why = (
+                f"the largest of {self._depth} pipeline ranks needs {format_bytes(cut.least_bytes)} and has "
+                f"{format_bytes(self._budget)}; smaller micro-batches (--fix microbatch=N) or more stages need less"
+            )
             return Solved(one.candidate, replace(solution, status="infeasible"), why_not=why)
         return Solved(one.candidate, solution, outcome, cut.step_s, pipeline=cut)
 
@@ -341,6 +344,8 @@ class Planner:
         """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
         least: Outcome | None = None
         reasons = [one.why_not for one in solved if one.solution.status == "infeasible"]
+        if self._wanted is not None and reasons:
+            return infeasible.wishes(reasons[0])
         for one in solved:
             try:
                 links, pricing = self._price(graph, one.candidate, wishes)

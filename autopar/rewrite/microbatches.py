@@ -7,7 +7,6 @@ a loss is the mean of): these are computed from all micro-batches' inputs before
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from torch import fx
 from autopar.ir.graph import Graph
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import Mark, mark, over_microbatches, role
+from autopar.rewrite.partition import ancestors
 
 _RELAID = frozenset(
     {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default,
@@ -66,7 +66,9 @@ def _settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
     if not wanted:
         return None
     for node in wanted:
-        trained = [each for each in _ancestors([node]) if each.op == "placeholder" and not _is_given(each, graph)]
+        trained = [
+            each for each in sorted(ancestors([node])) if each.op == "placeholder" and not _is_given(each, graph)
+        ]
         if trained:
             raise RewriteError(f"{mark(node).moves or mark(node).origin} needs all micro-batches at once")
     totals = _totals(gm, wanted)
@@ -90,21 +92,9 @@ def _is_given(node: fx.Node, graph: Graph) -> bool:
     return graph.by_name[node.name].kind in {"input", "constant"}
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes and all they depend on, in the program's order."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return sorted(found)
-
-
 def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:
     terms = [node.all_input_nodes[0] for node in wanted]
-    needed = _ancestors(terms)
+    needed = sorted(ancestors(terms))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in needed:
@@ -126,7 +116,7 @@ def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
             continue
         source = node.all_input_nodes[0].meta["val"]
         repeated = isinstance(source, torch.Tensor) and source.stride(0) == 0
-        rows = [each for each in _ancestors([node]) if _has_rows(each, captured)]
+        rows = [each for each in sorted(ancestors([node])) if _has_rows(each, captured)]
         if not repeated and rows:
             raise RewriteError(
                 f"{mark(node).moves or mark(node).origin} differs from micro-batch to micro-batch and comes from "

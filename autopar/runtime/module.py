@@ -80,7 +80,7 @@ class Runner:
         if known is not None:
             bound, reader = known
             tensors = reader.read(args, kwargs)
-            if tensors is not None and bound.matches(tensors):
+            if tensors is not None and bound.expected.matches(tensors):
                 return bound(tensors, grad=grad)
         bound, tensors = self._find(model, mode, args, kwargs)
         made = Reader.of(bound, args, kwargs)
@@ -100,7 +100,7 @@ class Runner:
             except InputMismatchError as error:
                 problem = error
                 continue
-            problem = bound.mismatch(tensors)
+            problem = bound.expected.mismatch(tensors)
             if problem is None:
                 return bound, tensors
         if problem is not None and mode == self._planned:
@@ -108,7 +108,7 @@ class Runner:
         program = self._program_for(*mode, args, kwargs)
         bound = self._bind(program, model)
         tensors = bound.flatten(args, kwargs)
-        problem = bound.mismatch(tensors)
+        problem = bound.expected.mismatch(tensors)
         if problem is not None:
             raise problem
         found.append(bound)

@@ -16,18 +16,17 @@ from torch import fx, nn
 from autopar._torch import dtensor_of, keeps_graph
 from autopar.ir.placement import local_shape
 from autopar.ir.schedule import PipelineSchedule
-from autopar.ir.tensor import TensorMeta
 from autopar.runtime.errors import (
     PeerLostError,
     batch_not_divisible,
     constant_on_meta,
     gradient_not_planned,
-    input_differs,
     no_single_loss,
     pipeline_stopped,
     trained_differs,
 )
 from autopar.runtime.executable import compile_graph
+from autopar.runtime.expected import Expected
 from autopar.runtime.gloo import exchange_to_reduce
 from autopar.runtime.parameters import slots
 from autopar.runtime.pipeline_outputs import Outputs
@@ -85,18 +84,19 @@ class StagedBound:
         layouts = {each.name: each.layout for each in program.inputs}
         starts = {each.index: each.name for each in program.placeholders if each.kind == "input"}
         strides = _planned_strides(program)
-        self._expected: list[tuple[torch.Size, torch.dtype]] = []
+        expected: list[tuple[torch.Size, torch.dtype]] = []
         found = {}
         for index, tensor in enumerate(program.call.tensors):
             name = starts[index]
             shape = torch.Size(local_shape(tensor.meta.shape, layouts[name], self._pipeline.groups.mesh.sizes))
-            self._expected.append((shape, getattr(torch, tensor.meta.dtype)))
+            expected.append((shape, getattr(torch, tensor.meta.dtype)))
             rows = None
             if name in program.split_inputs:
                 if shape[0] % count:
                     raise batch_not_divisible(tensor.path, shape[0], count)
                 rows = shape[0] // count
             found[name] = Input(index, rows, strides.get(name))
+        self.expected = Expected(program.call, expected)
         return found
 
     def _bind_model(self, model: nn.Module) -> None:
@@ -171,21 +171,6 @@ class StagedBound:
         if meta is None:
             return None
         return torch.ones((), dtype=getattr(torch, meta.dtype), device=self._pipeline.ranks.device)
-
-    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether the tensors have the planned shapes and dtypes."""
-        return all(
-            tensor.shape == shape and tensor.dtype is dtype
-            for tensor, (shape, dtype) in zip(tensors, self._expected, strict=True)
-        )
-
-    def mismatch(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
-        """Return the error for the first tensor of another shape or dtype than planned."""
-        for tensor, (shape, dtype), wanted in zip(tensors, self._expected, self.program.call.tensors, strict=True):
-            if tensor.shape != shape or tensor.dtype is not dtype:
-                got = TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                return input_differs(wanted.path, wanted.meta, tuple(shape), got)
-        return None
 
     def __call__(self, tensors: Sequence[torch.Tensor], *, grad: bool) -> Any:
         """Run a step on a call's tensors; return the model's return value.

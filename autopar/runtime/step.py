@@ -12,9 +12,9 @@ from torch import fx, nn
 from autopar._torch import dtensor_of, dtensor_spec, keeps_graph, local_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Replicate, local_shape
-from autopar.ir.tensor import TensorMeta
-from autopar.runtime.errors import constant_on_meta, gradient_not_planned, input_differs, trained_differs
+from autopar.runtime.errors import constant_on_meta, gradient_not_planned, trained_differs
 from autopar.runtime.executable import compile_graph
+from autopar.runtime.expected import Expected
 from autopar.runtime.gloo import exchange_to_reduce
 from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dtensor_placements
@@ -106,11 +106,12 @@ class Bound:
         by_place = {each.name: each for each in self.program.local.inputs}
         starts = {each.index: each.name for each in self.program.placeholders if each.kind == "input"}
         tensors = self.program.call.tensors
-        self._expected: list[tuple[torch.Size, torch.dtype]] = []
+        expected: list[tuple[torch.Size, torch.dtype]] = []
         for index, tensor in enumerate(tensors):
             layout = by_place[starts[index]].layout
             shape = torch.Size(local_shape(tensor.meta.shape, layout, self._mesh.sizes))
-            self._expected.append((shape, getattr(torch, tensor.meta.dtype)))
+            expected.append((shape, getattr(torch, tensor.meta.dtype)))
+        self.expected = Expected(self.program.call, expected)
         values = {node.name: node.meta["val"] for node in self.program.local.forward.graph.find_nodes(op="placeholder")}
         self._strides = [values[starts[index]].stride() for index in range(len(tensors))]
 
@@ -124,21 +125,6 @@ class Bound:
         shape = value.meta.shape
         dtype = getattr(torch, value.meta.dtype)
         return dtensor_spec(self._groups.device_mesh, placements, shape, dense_strides(shape), dtype)
-
-    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether the tensors have the planned shapes and dtypes."""
-        return all(
-            tensor.shape == shape and tensor.dtype is dtype
-            for tensor, (shape, dtype) in zip(tensors, self._expected, strict=True)
-        )
-
-    def mismatch(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
-        """Return the error for the first tensor of another shape or dtype than planned."""
-        for tensor, (shape, dtype), wanted in zip(tensors, self._expected, self.program.call.tensors, strict=True):
-            if tensor.shape != shape or tensor.dtype is not dtype:
-                got = TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                return input_differs(wanted.path, wanted.meta, tuple(shape), got)
-        return None
 
     def __call__(self, tensors: Sequence[torch.Tensor], *, grad: bool) -> Any:
         """Run a step on a call's tensors; return the model's return value.
