@@ -45,7 +45,7 @@ def batch(fixed: Mapping[str, int], size: int) -> InfeasibleError:
 def no_time(limit_s: float, stopped: int, candidates: int) -> InfeasibleError:
     """Return the error about a search that had no plan yet when its time was over."""
     return InfeasibleError(
-        f"no plan was found within the time limit of {limit_s:g} s: {stopped} of {candidates} candidate meshes were "
+        f"no plan was found within the time limit of {limit_s:g} s: {stopped} of {candidates} candidates were "
         "not solved to an end; raise --time-limit, or fix degrees (--fix tp=2, say), which makes the search smaller"
     )
 

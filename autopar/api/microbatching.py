@@ -1,72 +1,31 @@
-"""Micro-batches as an axis in time of the candidates, and programs that need the whole batch at once."""
+"""Programs that need the whole batch at once, and batches that do not divide."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
-from autopar.api.pipelining import microbatches_worth_trying
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.strategy import MeshStrategy, Strategy
-from autopar.search.meshes import Candidate, MeshAxis, Role
-
-_DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard")
+from autopar.search.meshes import Candidate
+from autopar.search.trials import DATA, settled
 
 _COUNTED_FIRST = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 """Operators whose own sum over the batch is of inputs alone: it is made before the first micro-batch runs."""
 
 
-def in_time(meshes: Sequence[Candidate], microbatch: int, batch: int) -> list[Candidate]:
-    """Return the candidates with an axis of micro-batches of `microbatch` samples on each data-parallel rank.
-
-    An axis that is free would leave open how many samples a rank has; it becomes one of each kind instead.
-
-    Raises:
-        UsageError: no candidate divides the batch into such micro-batches.
-    """
-    settled = dict.fromkeys(variant for mesh in meshes for variant in _variants(mesh))
-    found = []
-    for mesh in settled:
-        replicas = prod(axis.size for axis in mesh if axis.role in _DATA)
-        if batch % (microbatch * replicas) == 0:
-            count = batch // (microbatch * replicas)
-            found.append((MeshAxis("microbatch", count), *mesh) if count > 1 else mesh)
-    if not found:
-        parts = sorted({prod(axis.size for axis in mesh if axis.role in _DATA) for mesh in settled})
-        shown = " or ".join(map(str, parts))
-        raise UsageError(
-            f"--fix microbatch={microbatch}: a batch of {batch} does not divide into micro-batches of "
-            f"{microbatch} samples on each of {shown} data-parallel ranks; choose a divisor of {batch // parts[0]}"
-        )
-    return found
-
-
-def in_time_for(meshes: Sequence[Candidate], depth: int, batch: int) -> list[Candidate]:
-    """Return the candidates with every number of micro-batches that is worth trying on a pipeline of `depth` ranks.
-
-    Raises:
-        UsageError: no candidate divides the batch.
-    """
-    found: dict[Candidate, None] = {}
-    for mesh in meshes:
-        for variant in _variants(mesh):
-            replicas = prod(axis.size for axis in variant if axis.role in _DATA)
-            for size in microbatches_worth_trying(batch, replicas, depth):
-                found |= dict.fromkeys(in_time([variant], size, batch))
-    if not found:
-        raise UsageError(f"a batch of {batch} divides by none of the data-parallel degrees that pp={depth} leaves")
-    return list(found)
-
-
-def _variants(mesh: Candidate) -> Iterator[Candidate]:
-    if all(axis.role != "free" for axis in mesh):
-        yield mesh
-        return
-    kinds: tuple[Role, ...] = ("tp", *(("dp_shard",) if all(axis.role != "dp_shard" for axis in mesh) else ()))
-    for kind in kinds:
-        yield tuple(MeshAxis(kind, axis.size) if axis.role == "free" else axis for axis in mesh)
+def nothing_divides(meshes: Sequence[Candidate], microbatch: int | None, batch: int, depth: int | None) -> UsageError:
+    """Return the error about a batch that no candidate mesh divides into the micro-batches asked for."""
+    parts = sorted({prod(axis.size for axis in each if axis.role in DATA) for mesh in meshes for each in settled(mesh)})
+    if microbatch is None:
+        return UsageError(f"a batch of {batch} divides by none of the data-parallel degrees that pp={depth} leaves")
+    return UsageError(
+        f"--fix microbatch={microbatch}: a batch of {batch} does not divide into micro-batches of "
+        f"{microbatch} samples on each of {' or '.join(map(str, parts))} data-parallel ranks; choose a divisor of "
+        f"{batch // parts[0]}"
+    )
 
 
 def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy]]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.costs.liveness import base_of, lives, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
-from autopar.costs.outcome import Outcome
+from autopar.costs.outcome import Issued, Outcome
 from autopar.ir import stages as blocks
 from autopar.ir.graph import Graph, Op
 from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
@@ -60,6 +60,11 @@ class Pipelined:
     def step_s(self) -> float:
         """Return the seconds of a step."""
         return self.timeline.makespan_s + max(self.finish_s)
+
+    @property
+    def bubble_s(self) -> float:
+        """Return how long the busiest rank waits for others in a step."""
+        return max(self.timeline.ranks, key=lambda each: each.compute_s).bubble_s
 
     def decisions(self, found: Decisions, homes: Mapping[str, int], graph: Graph) -> Decisions:
         """Return the decisions of one stage's mesh with the stages; `homes` is the stage of every operator."""
@@ -118,24 +123,29 @@ class Pipelined:
         )
 
 
-def pipelined(outcome: Outcome, wanted: Wanted, budget_bytes: int) -> Pipelined | NoCut:
-    """Return the fastest simulated cut of a solved program that fits, or what would fit.
+def pipelined(outcome: Outcome, ways: Sequence[Wanted], budget_bytes: int) -> Pipelined | NoCut:
+    """Return the fastest simulated cut of a solved program that fits, of all `ways` to run it, or what would fit.
 
     Raises:
         InfeasibleError: more stages than blocks.
-        UsageError: the schedule cannot be made for these numbers.
+        UsageError: a schedule cannot be made for these numbers.
     """
-    graph = outcome.graph
-    found = blocks.units(graph)
-    schedule = wanted.schedule_for(outcome.microbatches)
-    if len(found) < schedule.stages:
-        raise blocks.too_many_stages(schedule.stages, found)
-    priced = _Blocks(outcome, wanted, [unit.path for unit in found])
+    found = blocks.units(outcome.graph)
+    priced = _Blocks(outcome, ways[0].depth, [unit.path for unit in found])
     reserved = int(outcome.links.cluster.device.reserved_bytes)
-    cuts = find_cuts(priced.units, priced.boundaries, schedule, budget_bytes=budget_bytes - reserved)
-    if isinstance(cuts, NoCut):
-        return NoCut(cuts.least_bytes + reserved, cuts.bound_bytes + reserved)
-    tried = [priced.judged(cut, schedule, reserved) for cut in cuts.cuts]
+    tried: list[Pipelined] = []
+    without: list[NoCut] = []
+    for wanted in ways:
+        schedule = wanted.schedule_for(outcome.microbatches)
+        if len(found) < schedule.stages:
+            raise blocks.too_many_stages(schedule.stages, found)
+        cuts = find_cuts(priced.units, priced.boundaries, schedule, budget_bytes=budget_bytes - reserved)
+        if isinstance(cuts, NoCut):
+            without.append(NoCut(cuts.least_bytes + reserved, cuts.bound_bytes + reserved))
+        else:
+            tried += [priced.judged(cut, wanted, schedule, reserved) for cut in cuts.cuts]
+    if not tried:
+        return min(without, key=lambda each: each.least_bytes)
     return min(tried, key=lambda each: each.step_s)
 
 
@@ -144,7 +154,7 @@ class _Blocks:
     """The blocks of a program, priced for one micro-batch on one stage's mesh."""
 
     outcome: Outcome
-    wanted: Wanted
+    depth: int
     paths: list[str]
 
     def __post_init__(self) -> None:
@@ -156,6 +166,7 @@ class _Blocks:
         """Return what each block costs."""
         count = len(self.paths)
         seconds = {phase: [0.0] * count for phase in ("forward", "backward")}
+        behind = {phase: [0.0] * count for phase in ("forward", "backward")}
         temporary = [0.0] * count
         known: dict[str, float] = {}
         for op in self.graph.ops:
@@ -167,7 +178,12 @@ class _Blocks:
             temporary[self.of[op.name]] = max(temporary[self.of[op.name]], 2 * made if op.kind == "call" else 0.0)
         for issued in self.outcome.messages():
             if not issued.finishes:
-                seconds[issued.phase][self.of[issued.at]] += self.outcome.links.message_s(issued.message)
+                hidden = self._hidden_s(issued)
+                seconds[issued.phase][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
+                behind[issued.phase][self.of[issued.at]] += hidden
+        # A block's gathers run behind the block before it, which is about as long.
+        for phase, found in seconds.items():
+            seconds[phase] = [max(pair) for pair in zip(found, behind[phase], strict=True)]
         static = self._static
         saved = self._saved()
         return [
@@ -181,6 +197,13 @@ class _Blocks:
             )
             for at in range(count)
         ]
+
+    def _hidden_s(self, issued: Issued) -> float:
+        """Return the part of a collective that computation runs behind, as the costs of the whole program have it."""
+        if not issued.overlapped:
+            return 0.0
+        links, axis = self.outcome.links, issued.message.axis
+        return links.overlap[axis] * max(0.0, links.message_s(issued.message) - links.blocking_s(axis))
 
     def _bytes(self, op: Op) -> float:
         strategy = self.outcome.strategy(self.graph.representative(op.name))
@@ -228,7 +251,7 @@ class _Blocks:
         """Return what crosses between neighbouring blocks: values of forward that come from parameters."""
         graph, sizes = self.graph, self.outcome.links.sizes
         ranks = sizes[self.outcome.links.time_axes :]
-        hops = axis_hops(self.outcome.links.cluster.levels, (self.wanted.depth, *ranks), 0)
+        hops = axis_hops(self.outcome.links.cluster.levels, (self.depth, *ranks), 0)
         base = base_of(graph)
         trained: set[str] = set()
         alive = [0.0] * (len(self.paths) - 1)
@@ -270,7 +293,7 @@ class _Blocks:
                 step_s[self.of[op.name]] += float(spent[0])
         return reduce_s, step_s
 
-    def judged(self, cut: Cut, schedule: PipelineSchedule, reserved: int) -> Pipelined:
+    def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
         """Return a cut with its simulated timeline."""
         timeline = simulate(schedule, pipeline_costs(self.units, self.boundaries, schedule, cut.first_units))
         stops = (*cut.first_units[1:], len(self.paths))
@@ -288,7 +311,7 @@ class _Blocks:
         temporary = max(self.units[at].temporary_bytes for at in mine[fullest])
         activations = max(0, peaks[fullest] - reserved - sum(parts) - temporary)
         return Pipelined(
-            wanted=self.wanted,
+            wanted=wanted,
             schedule=schedule,
             stages=tuple(tuple(self.paths[at] for at in run) for run in runs),
             timeline=timeline,
@@ -300,10 +323,3 @@ class _Blocks:
                 activations=activations, temporary=temporary, reserved=reserved,
             ),
         )  # fmt: skip
-
-
-def microbatches_worth_trying(batch: int, replicas: int, depth: int) -> list[int]:
-    """Return sizes of micro-batches that keep a pipeline busy: one to eight micro-batches for each of its ranks."""
-    samples = batch // replicas if batch % replicas == 0 else 0
-    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
-    return [size for size in sizes if depth <= samples // size <= 8 * depth] or sizes[:1]

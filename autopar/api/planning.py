@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
-from typing import Literal
 
 from autopar.api import infeasible
-from autopar.api.microbatching import in_time, in_time_for, require_splittable
+from autopar.api.microbatching import nothing_divides
 from autopar.api.naming import name_axes, wished
-from autopar.api.pipelining import Pipelined, Wanted, pipelined
-from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes, unfold_if_split
-from autopar.capture.recompute import recomputed_graph
-from autopar.costs.links import Links
+from autopar.api.outer import Outer
+from autopar.api.solving import Solved, Solving
+from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
 from autopar.costs.outcome import Outcome
-from autopar.costs.table import Builder, Pricing
-from autopar.costs.timing import timing
-from autopar.errors import InfeasibleError, UnknownOperatorError, UsageError
-from autopar.figures import format_bytes
-from autopar.ir.graph import Graph, Op
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, Warned, Workload
-from autopar.ir.stages import stage_of
+from autopar.ir.stages import stage_of, units
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
-from autopar.search.cuts import NoCut
-from autopar.search.ilp import Ilp, Limits, Solution, smallest_peak, solve_program
+from autopar.search.ilp import Limits, Solution, smallest_peak
 from autopar.search.meshes import Candidate, MeshAxis, Role, candidates
-from autopar.strategies import axis_strategies
-from autopar.strategies.compose import compose
+from autopar.search.trials import Recompute, Trial, depths, in_time
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
 
 PEAK_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The type whose peak MFU refers to, by precision."""
-
-Recompute = Literal["none", "full"]
-
-_WHY_NOT = {
-    "infeasible": "does not fit in memory",
-    "cutoff": "does not fit in memory, or is proven slower than the plan",
-    "time_limit": "no plan found within the time limit",
-    "interrupted": "not solved: the search was interrupted",
-}
 
 
 @dataclass(frozen=True)
@@ -58,37 +42,12 @@ class Program:
     tokens_per_step: int | None = None
 
 
-@dataclass
-class Solved:
-    """One candidate mesh and how its search ended."""
-
-    candidate: Candidate
-    solution: Solution
-    outcome: Outcome | None = None
-    step_s: float = inf
-    why_not: str = ""
-    recompute: Recompute = "none"
-    pipeline: Pipelined | None = None
-
-
 _INDISTINCT = 0.02
 """Relative difference of two predicted step times below which the plan with fewer moving parts is taken.
 
 Predictions of step times are not that good (benchmarks/results/testbed.jsonl), and what each more collective costs on
 top of its price is never in its favour.
 """
-
-
-@dataclass
-class Waiting:
-    """One candidate mesh, priced and bounded."""
-
-    candidate: Candidate
-    links: Links
-    pricing: Pricing
-    program: Ilp
-    bound_s: float
-    recompute: Recompute = "none"
 
 
 @dataclass
@@ -99,9 +58,9 @@ class Planner:
     cluster: ClusterSpec
     options: PlanOptions
     progress: Progress = field(default_factory=Silent)
-    _unknown: dict[str, Op] = field(init=False, default_factory=dict)
-    _interrupted: bool = field(init=False, default=False)
-    _wanted: Wanted | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._solving = Solving(self.program.graph, self.cluster, self.options)
 
     def plan(self) -> Plan:
         """Return the fastest plan that fits.
@@ -113,35 +72,21 @@ class Planner:
         """
         started = time.monotonic()
         wishes = read_wishes(self.options)
-        self._wanted = wishes.pipeline
         check_names(self.program.graph, wishes)
-        meshes = self._meshes(wishes)
-        solved: list[Solved] = []
-        graph = self.program.graph
-        for recompute in self._recompute_ways():
-            graph = recomputed_graph(self.program.graph) if recompute == "full" else self.program.graph
-            graph = unfold_if_split(graph, wishes)
-            if least_peak_bytes(graph, self.cluster.device_count, self.options.optimizer) > self._budget:
-                why = f"does not fit in memory however it is split, recompute {recompute}"
-                solved += [Solved(mesh, Solution("infeasible", (), inf, inf), why_not=why) for mesh in meshes]
-                continue
-            self.progress.phase(f"bound {len(meshes)} mesh{'es' if len(meshes) > 1 else ''}, recompute {recompute}")
-            solved += self._solve_all(graph, meshes, wishes, started, recompute)
-            best = min(solved, key=lambda each: each.step_s)
-            if best.outcome is not None:
-                if not self._interrupted:
-                    best = self._plainer(graph, best, solved, wishes, started)
-                return self._finish(best, solved, time.monotonic() - started)
-            if self._interrupted:
+        whole, others, hopeless = self._trials(wishes)
+        outer = Outer(self._solving, wishes, self.progress, started)
+        outer.solved += hopeless
+        outer.run(whole, others)
+        best = outer.best
+        if best is None:
+            if outer.interrupted:
                 raise KeyboardInterrupt
-            stopped = sum(one.solution.status == "time_limit" for one in solved)
-            if stopped:
-                plain = self._plain(graph, meshes[0], wishes)
-                if plain.outcome is None:
-                    raise infeasible.no_time(self.options.time_limit, stopped, len(solved))
-                plain.recompute = recompute
-                return self._finish(plain, [*solved, plain], time.monotonic() - started)
-        raise self._infeasible(graph, wishes, solved[-len(meshes) :])
+            best = self._without_time(outer, [*whole, *others], wishes)
+        if best is None:
+            raise self._infeasible(wishes, outer.solved)
+        if not outer.interrupted:
+            best = self._plainer(best, outer, wishes)
+        return self._finish(best, outer, time.monotonic() - started)
 
     def _recompute_ways(self) -> tuple[Recompute, ...]:
         """Return the recomputations to try in order: the next one where nothing fits with those before."""
@@ -160,214 +105,181 @@ class Planner:
             InfeasibleError: no plan fits beside the parameters.
         """
         wishes = Wishes(fixed={}, forbidden=(), zero=None, constraints=(), resting=known.parameters)
-        graph = unfold_if_split(self.program.graph, wishes)
         axes = known.mesh.axes
         open_axes = tuple(
             MeshAxis("free" if place >= len(axes) - 2 else "dp_shard", axis.size) for place, axis in enumerate(axes)
         )
         kept = tuple(MeshAxis("dp_shard" if axis.name.startswith("dp") else "tp", axis.size) for axis in axes)
         for candidate in (kept, open_axes):
-            solved = self._solve_one(graph, candidate, wishes)
+            solved = self._solve_one(Trial(candidate), wishes)
             if solved.outcome is not None:
                 return solved.outcome.decisions(known.mesh, known.degrees)
-        raise self._infeasible(graph, wishes, [solved])
+        raise self._infeasible(wishes, [solved])
 
-    def _solve_one(self, graph: Graph, candidate: Candidate, wishes: Wishes) -> Solved:
-        """Return one candidate's plan; one that exists is found, however long that takes."""
-        found = self._bound(graph, candidate, wishes, self.options.time_limit)
+    def _solve_one(self, trial: Trial, wishes: Wishes) -> Solved:
+        """Return one trial's plan; one that exists is found, however long that takes."""
+        found = self._solving.bound(trial, wishes, self.options.time_limit)
         if isinstance(found, Solved):
             return found
-        solved = self._solve(graph, found, inf, self.options.time_limit)
+        solved = self._solving.solve(found, wishes, (), inf, self.options.time_limit)
         if solved.solution.status == "time_limit" and solved.outcome is None:
-            solved = self._solve(graph, found, inf, inf)
+            solved = self._solving.solve(found, wishes, (), inf, inf)
         return solved
 
-    def _meshes(self, wishes: Wishes) -> list[Candidate]:
+    def _trials(self, wishes: Wishes) -> tuple[list[Trial], list[Trial], list[Solved]]:
+        """Return the trials of the whole program at once, all others, and those that no layout makes fit.
+
+        Raises:
+            InfeasibleError: degrees or batch do not divide, or what is asked for cannot be cut into micro-batches.
+            UsageError: the cluster cannot be planned for, or the batch not be cut as asked.
+        """
+        batch = self.program.graph.batch_size
+        meshes = self._meshes(wishes)
+        parts = prod(wishes.fixed.get(key, 1) for key in DATA_PARALLEL)
+        if batch and batch % parts:
+            raise infeasible.batch(wishes.fixed, batch)
+        asked = wishes.microbatch is not None or wishes.depth not in {None, 1} or not wishes.schedule_is_open
+        try:
+            self._solving.require_parts(wishes)
+        except InfeasibleError:
+            if asked:
+                raise
+            meshes = {1: meshes.get(1, [])}
+            in_parts: list[Trial] = []
+        else:
+            in_parts = [
+                Trial(mesh, depth, way)
+                for depth, found in meshes.items()
+                for mesh in in_time(found, batch, depth, wishes.microbatch)
+                for way in self._recompute_ways()
+            ]
+        first = self._recompute_ways()[0]
+        whole: list[Trial] = []
+        hopeless: list[Solved] = []
+        if wishes.microbatch is None and 1 in meshes:
+            whole = [Trial(mesh, 1, way) for way in self._recompute_ways() for mesh in meshes[1]]
+            for way in self._recompute_ways():
+                least = least_peak_bytes(
+                    self._solving.graph(way, wishes), self.cluster.device_count, self.options.optimizer
+                )
+                if least <= self._solving.budget:
+                    break
+                why = f"does not fit in memory however it is split, recompute {way}"
+                solution = Solution("infeasible", (), inf, inf)
+                hopeless += [Solved(each, solution, why_not=why) for each in whole if each.recompute == way]
+                whole = [each for each in whole if each.recompute != way]
+        others = [trial for trial in in_parts if trial.depth > 1 or trial.microbatches > 1 or wishes.microbatch]
+        if not (whole or others or hopeless):
+            raise nothing_divides(
+                [each for found in meshes.values() for each in found], wishes.microbatch, batch, wishes.depth
+            )
+        later = [each for each in whole if each.recompute != first]
+        return [each for each in whole if each.recompute == first], [*later, *others], hopeless
+
+    def _meshes(self, wishes: Wishes) -> dict[int, list[Candidate]]:
+        """Return the meshes of one stage, by the number of pipeline ranks."""
         try:
             per_node, devices = self.cluster.devices_per_node, self.cluster.device_count
             _ = self.cluster.device
         except CostModelError as error:
             raise UsageError(str(error)) from None
-        if devices % self._depth:
-            raise infeasible.degrees({**wishes.fixed, "pp": self._depth}, wishes.forbidden, devices)
-        devices //= self._depth
-        batch, parts = self.program.graph.batch_size, prod(wishes.fixed.get(key, 1) for key in DATA_PARALLEL)
-        if batch and batch % parts:
-            raise infeasible.batch(wishes.fixed, batch)
-        found = candidates(devices, per_node, wishes.fixed, wishes.forbidden)
+        if wishes.depth is not None:
+            tried = [wishes.depth]
+        else:
+            blocks = len(units(self.program.graph)) // (wishes.interleave or 1)
+            tried = [each for each in depths(devices, blocks) if each > 1 or wishes.schedule_is_open]
+        found = {}
+        for depth in tried:
+            if devices % depth == 0:
+                found[depth] = candidates(devices // depth, per_node, wishes.fixed, wishes.forbidden)
+        found = {depth: meshes for depth, meshes in found.items() if meshes}
         if not found:
-            raise infeasible.degrees(wishes.fixed, wishes.forbidden, devices)
-        if wishes.microbatch is None and wishes.pipeline is None:
-            return found
-        if not batch:
-            raise UsageError("no input has a batch dimension to cut into micro-batches; leave pp and microbatch out")
-        if wishes.microbatch is not None:
-            return in_time(found, wishes.microbatch, batch)
-        return in_time_for(found, self._depth, batch)
+            fixed = {**wishes.fixed, "pp": wishes.depth} if wishes.depth not in {None, 1} else wishes.fixed
+            raise infeasible.degrees(fixed, wishes.forbidden, devices)
+        return found
 
-    def _solve_all(
-        self, graph: Graph, meshes: Sequence[Candidate], wishes: Wishes, started: float, recompute: Recompute
-    ) -> list[Solved]:
-        """Return every candidate as far as it was solved.
+    def _without_time(self, outer: Outer, trials: Sequence[Trial], wishes: Wishes) -> Solved | None:
+        """Return data parallelism, a small search, if the whole one ran out of time; `None` if it did not.
 
-        The relaxation of each is solved first, which costs little and bounds it; then the candidates are
-        solved in the order of their bounds, until the bound of the next is no better than the best plan.
+        Raises:
+            InfeasibleError: it did, and data parallelism does not fit.
         """
-        waiting: list[Waiting] = []
-        solved: list[Solved] = []
-        for number, candidate in enumerate(meshes):
-            bounded = self._bound(graph, candidate, wishes, self._left(started))
-            bounded.recompute = recompute
-            (waiting if isinstance(bounded, Waiting) else solved).append(bounded)  # type: ignore[arg-type]
-            self.progress.update(done=number + 1, total=len(meshes))
-        waiting.sort(key=lambda each: each.bound_s)
-        if waiting:
-            self.progress.phase(f"solve {len(waiting)} of {len(meshes)} meshes, best bound first")
-        best, total = inf, len(waiting)
-        try:
-            while waiting:
-                found = self._solve(graph, waiting[0], best, self._left(started))
-                one = waiting.pop(0)
-                found.recompute = recompute
-                solved.append(found)
-                best = min(best, found.step_s)
-                if found.solution.status == "interrupted":
-                    raise KeyboardInterrupt
-                gap = max(0.0, 1.0 - one.bound_s / best) if best < inf else None
-                done = total - len(waiting)
-                self.progress.update(best_s=best if best < inf else None, gap=gap, done=done, total=total)
-        except KeyboardInterrupt:
-            self._interrupted = True
-            solved += [_unsolved(each) for each in waiting]
-        return solved
+        stopped = sum(one.solution.status == "time_limit" for one in outer.solved)
+        if not stopped:
+            return None
+        for trial in trials[:1]:
+            plain = self._plain(trial, wishes)
+            outer.solved.append(plain)
+            if plain.outcome is not None:
+                return plain
+        raise infeasible.no_time(self.options.time_limit, stopped, len(outer.solved))
 
-    def _plainer(self, graph: Graph, best: Solved, solved: list[Solved], wishes: Wishes, started: float) -> Solved:
-        """Return a plan on the best's mesh that gathers no parameter, if that is as fast as predictions can tell."""
+    def _plainer(self, best: Solved, outer: Outer, wishes: Wishes) -> Solved:
+        """Return a plan with fewer moving parts, if that is as fast as predictions can tell.
+
+        A program without stages and micro-batches in place of one with; on the same mesh, one that gathers nothing.
+        """
+        allowed = best.step_s * (1.0 + _INDISTINCT)
+        if best.trial.depth > 1 or best.trial.microbatches > 1:
+            plain = [each for each in outer.solved if each.trial.depth == 1 and each.trial.microbatches == 1]
+            chosen = min(plain, key=lambda each: each.step_s, default=best)
+            if chosen.step_s <= allowed:
+                best.why_not = "as fast within what predictions can tell, and has more parts"
+                best = chosen
         if best.outcome is None or wishes.zero is not None or not best.outcome.gathers:
             return best
-        allowed = best.step_s * (1.0 + _INDISTINCT)
-        bounded = self._bound(graph, best.candidate, replace(wishes, zero=0), self._left(started))
+        less = replace(wishes, zero=0)
+        bounded = self._solving.bound(best.trial, less, outer.left_s)
         if isinstance(bounded, Solved) or bounded.bound_s > allowed:
             return best
-        found = self._solve(graph, bounded, allowed / (1.0 - self.options.gap), self._left(started))
+        ways = [best.pipeline.wanted] if best.pipeline is not None else []
+        found = self._solving.solve(bounded, less, ways, allowed / (1.0 - self.options.gap), outer.left_s)
         if found.outcome is None or found.step_s > allowed:
             return best
-        found.recompute = best.recompute
         # What was proven of the mesh is the bound of the search that had all choices.
         found.solution = replace(found.solution, bound_s=best.solution.bound_s)
         best.why_not = "as fast within what predictions can tell, and gathers parameters"
-        solved.append(found)
+        outer.solved.append(found)
         return found
 
-    def _plain(self, graph: Graph, mesh: Candidate, wishes: Wishes) -> Solved:
-        """Return data parallelism on a mesh's open axes: a small search, for when the whole one ran out of time."""
+    def _plain(self, trial: Trial, wishes: Wishes) -> Solved:
+        """Return data parallelism on a trial's open axes: a small search, for when the whole one ran out of time."""
         roles: list[Role] = [role for role in ("dp_shard", "dp_replicate") if role not in wishes.forbidden]
-        if not roles:
-            return Solved(mesh, Solution("time_limit", (), inf, 0.0))
-        role = roles[0]
-        candidate = tuple(replace(axis, role=role) if axis.role == "free" else axis for axis in mesh)
+        if not roles or trial.depth > 1:
+            return Solved(trial, Solution("time_limit", (), inf, 0.0))
+        mesh = tuple(replace(axis, role=roles[0]) if axis.role == "free" else axis for axis in trial.mesh)
         self.progress.phase("time is over without a plan: data parallelism")
-        return self._solve_one(graph, candidate, wishes)
+        return self._solve_one(replace(trial, mesh=mesh), wishes)
 
-    def _left(self, started: float) -> float:
-        return self.options.time_limit - (time.monotonic() - started)
-
-    def _bound(self, graph: Graph, candidate: Candidate, wishes: Wishes, left: float) -> Waiting | Solved:
-        try:
-            links, pricing = self._price(graph, candidate, wishes)
-        except (CostModelError, InfeasibleError) as error:
-            return Solved(candidate, Solution("infeasible", (), inf, inf), why_not=str(error))
-        program = Ilp(pricing.table)
-        bound = program.relaxed_bound_s(Limits(self._whole_budget, max(left, 0.1), seed=self.options.seed))
-        if bound == inf:
-            return Solved(candidate, Solution("infeasible", (), inf, inf), why_not="does not fit in memory")
-        return Waiting(candidate, links, pricing, program, bound / self._depth)
-
-    def _solve(self, graph: Graph, one: Waiting, best_s: float, left: float) -> Solved:
-        if one.bound_s >= best_s * (1.0 - self.options.gap):
-            why = f"at least {one.bound_s:.4g} s, the bound of its relaxation"
-            return Solved(one.candidate, Solution("cutoff", (), inf, one.bound_s), why_not=why)
-        if left <= 0 and best_s < inf:
-            why = "not solved within the time limit"
-            return Solved(one.candidate, Solution("time_limit", (), inf, one.bound_s), why_not=why)
-        cutoff_s = best_s * self._depth
-        limits = Limits(self._whole_budget, max(left, 1.0), self.options.gap, self.options.seed, cutoff_s)
-        solution = solve_program(one.program, limits)
-        solution = replace(solution, bound_s=solution.bound_s / self._depth)
-        if not solution.options:
-            solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
-            return Solved(one.candidate, solution, why_not=_WHY_NOT.get(solution.status, solution.status))
-        outcome = Outcome(graph, one.pricing, one.links, solution.options, self.options.optimizer)
-        if self._wanted is None:
-            return Solved(one.candidate, solution, outcome, timing(one.pricing.table, solution.options).step_s)
-        cut = pipelined(outcome, self._wanted, self._budget)
-        if isinstance(cut, NoCut):
-            why = (
-                f"the largest of {self._depth} pipeline ranks needs {format_bytes(cut.least_bytes)} and has "
-                f"{format_bytes(self._budget)}; smaller micro-batches (--fix microbatch=N) or more stages need less"
-            )
-            return Solved(one.candidate, replace(solution, status="infeasible"), why_not=why)
-        return Solved(one.candidate, solution, outcome, cut.step_s, pipeline=cut)
-
-    def _price(self, graph: Graph, candidate: Candidate, wishes: Wishes) -> tuple[Links, Pricing]:
-        sizes = tuple(axis.size for axis in candidate)
-        microbatches = int(bool(candidate) and candidate[0].role == "microbatch")
-        links = Links(self.cluster, sizes, microbatches)
-        choices = compose(graph, wishes.axes(candidate), axis_strategies)
-        self._note_unknown(choices.unknown)
-        if microbatches:
-            require_splittable(graph, choices.of)
-        options = wishes.apply(graph, candidate, choices.of)
-        return links, Builder(graph, options, links, self.options.optimizer, wishes.gathers).build()
-
-    def _note_unknown(self, unknown: Sequence[Op]) -> None:
-        for op in unknown:
-            self._unknown.setdefault(op.target, op)
-        if self.options.strict and self._unknown:
-            raise no_rule(tuple(self._unknown.values()))
-
-    @property
-    def _depth(self) -> int:
-        """Return the number of pipeline ranks."""
-        return 1 if self._wanted is None else self._wanted.depth
-
-    @property
-    def _whole_budget(self) -> int:
-        """Return bytes that the whole program needs at most on one stage's mesh for its stages to fit on theirs."""
-        return self._budget * self._depth
-
-    @property
-    def _budget(self) -> int:
-        return int(self.cluster.memory_bytes * (1.0 - self.options.memory_margin))
-
-    def _infeasible(self, graph: Graph, wishes: Wishes, solved: Sequence[Solved]) -> InfeasibleError:
+    def _infeasible(self, wishes: Wishes, solved: Sequence[Solved]) -> InfeasibleError:
         """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
         least: Outcome | None = None
-        reasons = [one.why_not for one in solved if one.solution.status == "infeasible"]
-        if self._wanted is not None and reasons:
-            return infeasible.wishes(reasons[0])
-        for one in solved:
+        failed = [one for one in solved if one.solution.status == "infeasible"]
+        if wishes.depth not in {None, 1} and failed:
+            return infeasible.wishes(failed[0].why_not)
+        for one in _thriftiest(failed):
             try:
-                links, pricing = self._price(graph, one.candidate, wishes)
+                links, pricing = self._solving.price(one.trial, wishes)
             except (CostModelError, InfeasibleError):
                 continue
-            found = smallest_peak(pricing.table, Limits(self._budget, 20.0, 0.01, self.options.seed))
+            found = smallest_peak(pricing.table, Limits(self._solving.budget, 20.0, 0.01, self.options.seed))
             if not found.options:
                 continue
+            graph = self._solving.graph(one.trial.recompute, wishes)
             outcome = Outcome(graph, pricing, links, found.options, self.options.optimizer)
             if least is None or outcome.memory().total < least.memory().total:
                 least = outcome
         if least is None:
-            return infeasible.wishes(reasons[0] if reasons else "no candidate mesh admits a plan")
-        return infeasible.memory(least, self._budget, self.cluster, self.options)
+            return infeasible.wishes(failed[0].why_not if failed else "no candidate mesh admits a plan")
+        return infeasible.memory(least, self._solving.budget, self.cluster, self.options)
 
-    def _finish(self, best: Solved, solved: Sequence[Solved], seconds: float) -> Plan:
-        outcome = best.outcome
+    def _finish(self, best: Solved, outer: Outer, seconds: float) -> Plan:
+        outcome, solved = best.outcome, outer.solved
         if outcome is None:
             raise RuntimeError("a plan without an outcome cannot be finished")
         graph, options = self.program.graph, self.options
-        mesh, degrees = name_axes(outcome, best.candidate)
-        estimates = outcome.estimates(self._budget, PEAK_DTYPE[options.precision])
+        mesh, degrees = name_axes(outcome, best.trial.mesh)
+        estimates = outcome.estimates(self._solving.budget, PEAK_DTYPE[options.precision])
         decisions = outcome.decisions(mesh, degrees)
         if best.pipeline is not None:
             homes = stage_of(outcome.graph, best.pipeline.stages)
@@ -375,7 +287,7 @@ class Planner:
             decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
         batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
         found = _solver(best, solved, seconds, options)
-        recompute = {} if best.recompute == "none" else {"*": best.recompute}
+        recompute = {} if best.trial.recompute == "none" else {"*": best.trial.recompute}
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
@@ -392,7 +304,7 @@ class Planner:
             cluster=self.cluster.to_dict(),
             decisions=replace(decisions, recompute=recompute),
             estimates=estimates,
-            solver=replace(found, status="interrupted") if self._interrupted else found,
+            solver=replace(found, status="interrupted") if outer.interrupted else found,
             constraints=options.constraints,
             alternatives=_alternatives(best, solved, options.top_k),
             warnings=tuple(self._warnings(outcome)),
@@ -406,7 +318,7 @@ class Planner:
                 text=f"{op.target} has no sharding rule; it runs whole on every rank (--strict makes this an error)",
                 location=", ".join(part for part in (op.module, op.source) if part),
             )
-            for op in self._unknown.values()
+            for op in self._solving.unknown.values()
         ]
         batch = self.program.graph.batch_size
         if outcome.links.sizes and batch and all(batch % size for size in outcome.links.sizes if size > 1):
@@ -416,20 +328,20 @@ class Planner:
         return found
 
 
-def _unsolved(one: Waiting) -> Solved:
-    """Return a candidate that an interrupted search left with the bound of its relaxation."""
-    solution = Solution("interrupted", (), inf, one.bound_s)
-    return Solved(one.candidate, solution, why_not=_WHY_NOT["interrupted"], recompute=one.recompute)
+def _thriftiest(failed: Sequence[Solved]) -> list[Solved]:
+    """Return, of what did not fit, the trials that need least: one a mesh, most recomputed, most micro-batches."""
+    whole = [one for one in failed if one.trial.depth == 1]
+    best: dict[Candidate, Solved] = {}
+    for one in whole:
+        known = best.get(one.trial.ranks)
+        if known is None or _thrift(one) > _thrift(known):
+            best[one.trial.ranks] = one
+    most = max((one.trial.microbatches for one in best.values()), default=1)
+    return [one for one in best.values() if one.trial.microbatches == most or most == 1]
 
 
-def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:
-    """Return the error about operators that no sharding rule covers, all of them."""
-    lines = "\n".join(f"    {op.where}" for op in unknown)
-    return UnknownOperatorError(
-        f"{len(unknown)} operator{'s have' if len(unknown) > 1 else ' has'} no sharding rule:\n{lines}\n"
-        "Register one with torch.distributed.tensor.experimental.register_sharding, or leave out --strict to run them "
-        "whole on every rank."
-    )
+def _thrift(one: Solved) -> tuple[bool, int]:
+    return one.trial.recompute == "full", one.trial.microbatches
 
 
 def _solver(best: Solved, solved: Sequence[Solved], seconds: float, options: PlanOptions) -> Solver:
@@ -450,18 +362,39 @@ def _solver(best: Solved, solved: Sequence[Solved], seconds: float, options: Pla
 
 
 def _alternatives(best: Solved, solved: Sequence[Solved], top_k: int) -> tuple[Alternative, ...]:
-    others = sorted((one for one in solved if one is not best), key=lambda one: one.step_s)
+    others = sorted((one for one in solved if one is not best), key=lambda one: (one.step_s, one.solution.bound_s))
     return tuple(_alternative(one, best) for one in others[:top_k])
 
 
 def _alternative(one: Solved, best: Solved) -> Alternative:
     if one.outcome is None:
-        return Alternative(degrees=wished(one.candidate), step_time_s=None, peak_memory_bytes=None, why_not=one.why_not)
-    _, degrees = name_axes(one.outcome, one.candidate)
+        return Alternative(
+            degrees=_with_stages(wished(one.trial.mesh), one),
+            step_time_s=None,
+            peak_memory_bytes=None,
+            why_not=_named(one, one.why_not),
+        )
+    _, degrees = name_axes(one.outcome, one.trial.mesh)
     slower = one.step_s / best.step_s - 1.0 if best.step_s else 0.0
+    why = one.why_not or (f"{slower:.1%} slower" if slower > 0 else "as fast, found later")
+    peak = one.outcome.memory().total if one.pipeline is None else one.pipeline.static.total
     return Alternative(
-        degrees=degrees,
+        degrees=_with_stages(degrees, one),
         step_time_s=one.step_s,
-        peak_memory_bytes=one.outcome.memory().total,
-        why_not=one.why_not or (f"{slower:.1%} slower" if slower > 0 else "as fast, found later"),
+        peak_memory_bytes=peak,
+        why_not=_named(one, why),
     )
+
+
+def _with_stages(degrees: Mapping[str, int], one: Solved) -> Mapping[str, int]:
+    return {**degrees, "pp": one.trial.depth} if one.trial.depth > 1 else degrees
+
+
+def _named(one: Solved, why: str) -> str:
+    """Return why a trial lost, with what its degrees do not say of it."""
+    parts = []
+    if one.trial.microbatches > 1:
+        parts.append(f"{one.trial.microbatches} micro-batches")
+    if one.trial.recompute != "none":
+        parts.append(f"recompute {one.trial.recompute}")
+    return f"{why} ({', '.join(parts)})" if parts else why

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -37,11 +37,31 @@ class Wishes:
     microbatch: int | None = None
     """Samples that each data-parallel rank computes at a time; `None`: all it has."""
 
-    pipeline: Wanted | None = None
-    """Stages that the program is to be cut into; `None`: one program."""
+    depth: int | None = None
+    """Pipeline ranks; 1: no stages; `None`: open."""
+
+    schedule: str | None = None
+    """Of the pipeline; `None`: open."""
+
+    interleave: int | None = None
+    """Stages of each pipeline rank; `None`: open."""
+
+    never: tuple[str, ...] = ()
+    """What the plan must do without, of all that can be forbidden."""
 
     resting: Mapping[str, ParameterDecision] = field(default_factory=dict)
     """Where parameters are already and stay, by name; empty where that is open."""
+
+    def wanted(self, depth: int) -> Wanted:
+        """Return the pipeline of so many ranks: as wished, else 1F1B with one stage a rank."""
+        interleave = self.interleave or 1
+        schedule = self.schedule or ("interleaved_1f1b" if interleave > 1 else "1f1b")
+        return Wanted(depth, schedule, interleave if interleave > 1 or schedule != "interleaved_1f1b" else 2)
+
+    @property
+    def schedule_is_open(self) -> bool:
+        """Return whether the search may choose the schedule."""
+        return self.schedule is None and self.interleave is None
 
     @property
     def gathers(self) -> frozenset[Gather]:
@@ -115,33 +135,35 @@ def read_wishes(options: PlanOptions) -> Wishes:
         raise not_yet("sequence_parallel", fix["sequence_parallel"])
     roles = ("dp_replicate", "dp_shard", "tp")
     zero = fix.get("zero")
-    return Wishes(
+    found = Wishes(
         fixed={key: int(fix[key]) for key in roles if key in fix},
         forbidden=tuple(key for key in options.forbid if key in roles),
         zero=0 if "zero" in options.forbid else int(zero) if zero is not None else None,
         constraints=options.constraint,
         microbatch=int(fix["microbatch"]) if "microbatch" in fix else None,
-        pipeline=_pipeline(fix),
+        depth=_depth(fix, options.forbid),
+        schedule=str(fix["schedule"]) if fix.get("schedule", "none") != "none" else None,
+        interleave=int(fix["interleave"]) if int(fix.get("interleave", 1)) > 1 else None,
+        never=options.forbid,
     )
+    if found.depth is not None and found.depth > 1:
+        found.wanted(found.depth).schedule_for(found.depth)  # what is wrong with the numbers is said now
+    return found
 
 
-def _pipeline(fix: Mapping[str, object]) -> Wanted | None:
-    """Return the pipeline that is asked for; `None` if there is to be none.
+def _depth(fix: Mapping[str, object], forbid: Sequence[str]) -> int | None:
+    """Return the pipeline ranks that are asked for; `None` if their number is open.
 
     Raises:
         UsageError: a schedule without stages, or one that cannot have so many stages a rank.
     """
-    depth, interleave = int(str(fix.get("pp", 1))), int(str(fix.get("interleave", 1)))
-    schedule = str(fix.get("schedule", "interleaved_1f1b" if interleave > 1 else "1f1b"))
-    if depth == 1:
-        if "schedule" in fix and schedule != "none":
-            raise UsageError(f"--fix schedule={schedule} needs pipeline stages: add --fix pp=N")
-        return None
-    if schedule == "none":
+    schedule = fix.get("schedule")
+    depth = int(str(fix["pp"])) if "pp" in fix else 1 if "pp" in forbid or schedule == "none" else None
+    if schedule == "none" and depth != 1:
         raise UsageError(f"--fix schedule=none and --fix pp={depth} contradict each other: stages need a schedule")
-    wanted = Wanted(depth, schedule, interleave if interleave > 1 or schedule != "interleaved_1f1b" else 2)
-    wanted.schedule_for(depth)  # what is wrong with the numbers is said now
-    return wanted
+    if depth == 1 and schedule not in {None, "none"}:
+        raise UsageError(f"--fix schedule={schedule} needs pipeline stages: add --fix pp=N")
+    return depth
 
 
 def not_yet(key: str, value: object) -> UsageError:
@@ -198,7 +220,9 @@ def _constrained(
 ) -> tuple[MeshStrategy, ...]:
     places = [p for p, axis in enumerate(candidate) if axis.role in {constraint.axis, "free"}]
     if not places:
-        return options if not isinstance(constraint.placement, Shard) else ()
+        if not isinstance(constraint.placement, Shard):
+            return options
+        raise InfeasibleError(f"--constraint '{constraint}' needs an axis {constraint.axis}, which this mesh has not")
     kept = tuple(s for s in options if s.axes[places[-1]].outputs[0] == constraint.placement)
     if not kept:
         offered = {s.axes[places[-1]].outputs[0] for s in options}

@@ -42,6 +42,9 @@ class CopyLife:
     bytes: Floats
     """[source layouts, demanded layouts] of one instance."""
 
+    of_parameter: bool = False
+    """Whether what is copied is a parameter: the same in all micro-batches."""
+
 
 @once_per_graph
 def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
@@ -132,7 +135,7 @@ class Holdings:
     """Whether gradients are added up over micro-batches, and so held from the start."""
 
     def __post_init__(self) -> None:
-        self._lives = lives_of_step(self.graph, accumulates=self.accumulates)
+        self.lives = lives_of_step(self.graph, accumulates=self.accumulates)
         self._resting = self._resting_bytes()
 
     def _resting_bytes(self) -> dict[int, Floats]:
@@ -141,8 +144,17 @@ class Holdings:
         for node, cluster in enumerate(self.clusters):
             op = self.graph.by_name[cluster.members[0]]
             if op.kind == "parameter":
-                resting[node] = count[op.name] * self._per_option(node, op, 0, with_state=op.requires_grad)
+                resting[node] = count[op.name] * self.resting_bytes(node)
         return resting
+
+    def resting_bytes(self, node: int) -> Floats:
+        """Return, by option, what one instance of a node's parameter and its optimizer state take."""
+        op = self.graph.by_name[self.clusters[node].members[0]]
+        return self._per_option(node, op, 0, with_state=op.requires_grad)
+
+    def value_bytes(self, rep: str, index: int) -> Floats:
+        """Return, by option of its node, what one value of an operator takes."""
+        return self._per_option(self.home[rep], self.graph.by_name[rep], index)
 
     def _per_option(self, node: int, op: Op, index: int, *, with_state: bool = False) -> Floats:
         meta, cluster = op.outputs[index], self.clusters[node]
@@ -156,7 +168,7 @@ class Holdings:
     def row(self, at: int) -> MemoryRow:
         """Return what one device holds while the operator at position `at` runs."""
         alive = Counter(
-            (self.graph.representative(life.op), life.index) for life in self._lives if life.first <= at <= life.last
+            (self.graph.representative(life.op), life.index) for life in self.lives if life.first <= at <= life.last
         )
         nodes = {node: held.copy() for node, held in self._resting.items()}
         for (rep, index), count in alive.items():
@@ -175,7 +187,7 @@ class Holdings:
         steps = np.zeros(len(self.graph.ops) + 2)
         steps[0] = self.reserved_bytes + sum(held[options[node]] for node, held in self._resting.items())
         size: dict[tuple[str, int], float] = {}
-        for life in self._lives:
+        for life in self.lives:
             key = (self.graph.representative(life.op), life.index)
             if key not in size:
                 node = self.home[key[0]]

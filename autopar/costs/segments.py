@@ -40,7 +40,8 @@ class Segments:
         return row
 
 
-def _weight(graph: Graph, op: Op) -> float:
+def weight(graph: Graph, op: Op) -> float:
+    """Return about how long an operator runs beside others, in FLOPs: for cutting, not for pricing."""
     if op.kind != "call":
         return 0.0
     metas = [graph.meta(ref) for ref in op.refs]
@@ -50,7 +51,7 @@ def _weight(graph: Graph, op: Op) -> float:
 
 @once_per_graph
 def _segments(graph: Graph) -> Segments:
-    weights = {op.name: _weight(graph, op) for op in graph.ops}
+    weights = {op.name: weight(graph, op) for op in graph.ops}
     has_backward = any(op.phase == "backward" for op in graph.ops)
     of_op: dict[str, int] = {}
     for phase, first, count in (("forward", 0, _FORWARD), ("backward", _FORWARD, _BACKWARD)):

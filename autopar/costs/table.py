@@ -20,6 +20,7 @@ from autopar.costs.liveness import CopyLife, Holdings, local_bytes
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
+from autopar.costs.stage_memory import Split, StageHoldings
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.microbatches import parted
 from autopar.ir.placement import Layout, Replicate, Shard, is_at_rest
@@ -41,6 +42,13 @@ class Pricing:
     """Output name to the node that decides its layout."""
 
     sink_layouts: dict[str, list[Layout]]
+    holdings: Holdings
+    """What the table's memory is computed from."""
+
+    def staged(self, split: Split) -> Pricing:
+        """Return the same with the memory of pipeline ranks under an assumed cut, in place of the whole program's."""
+        held = StageHoldings(self.holdings, split)
+        return replace(self, table=replace(self.table, memory_row=held.row, memory_curve=held.curve))
 
 
 @dataclass
@@ -88,7 +96,7 @@ class Builder:
             memory_row=holdings.row,
             memory_curve=holdings.curve,
         )
-        return Pricing(table, self.clusters, self.home, self.sinks, self.sink_layouts)
+        return Pricing(table, self.clusters, self.home, self.sinks, self.sink_layouts, holdings)
 
     def _offer_kept_gathers(self) -> None:
         """Give each sharded option of a parameter a twin that keeps its gathered copies for backward."""
@@ -166,7 +174,7 @@ class Builder:
         for sharing, (counts, lives) in sharers(self.graph).items():
             for group, held in self._build_group(nodes, sharing, counts):
                 groups.append(group)
-                copies.append(CopyLife(tuple(lives), held))
+                copies.append(CopyLife(tuple(lives), held, sharing.producer in self._parameters))
         return groups, copies
 
     def _demand(self, reader: Reader) -> tuple[int, list[Layout]]:

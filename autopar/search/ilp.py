@@ -57,6 +57,17 @@ class Solution:
     peak_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """What relaxations prove of a table."""
+
+    bound_s: float
+    """No assignment that fits in memory is faster; infinite if none fits."""
+
+    free_s: float
+    """No assignment is faster, were memory no limit."""
+
+
 @dataclass
 class _Model:
     """Rows and columns under construction, in coordinate form."""
@@ -235,30 +246,31 @@ class Ilp:
         solver = self._solver(limits)
         return self._read(solver, limits, interrupted=_interruptible(solver))
 
-    def relaxed_bound_s(self, limits: Limits) -> float:
+    def relaxed(self, limits: Limits) -> Relaxed:
         """Return a bound that no assignment beats, from relaxations alone; infinite if none fits in memory.
 
         Where the assignment nearest to the relaxation does not fit, its peak becomes a memory row, so that a
         hopeless table shows as one here already.
         """
-        bound = 0.0
-        for _ in range(_MEMORY_ROUNDS):
+        bound = free = 0.0
+        for number in range(_MEMORY_ROUNDS):
             solver = self._solver(limits)
             solver.setOptionValue("solve_relaxation", True)
             solver.run()
             status = solver.getModelStatus()
             if status == highspy.HighsModelStatus.kInfeasible:
-                return np.inf
+                return Relaxed(np.inf, free)
             if status != highspy.HighsModelStatus.kOptimal:
-                return bound
+                return Relaxed(bound, free)
             bound = float(solver.getInfo().objective_function_value)
+            free = free if number else bound
             options = self._nearest(np.array(solver.getSolution().col_value))
             curve = memory_curve(self.table, options, self.copies(options))
             peak = int(np.argmax(curve))
             if curve[peak] <= limits.memory_bytes or peak in self._rows:
-                return bound
+                return Relaxed(bound, free)
             self.add_memory_row(self.table.memory_row(peak), limits.memory_bytes)
-        return bound
+        return Relaxed(bound, free)
 
     def _nearest(self, values: Floats) -> tuple[int, ...]:
         return tuple(

@@ -264,6 +264,18 @@ def _held(schedule: PipelineSchedule, rank: int) -> Floats:
     return np.array(moments, dtype=np.float64).reshape(len(moments), len(own), 2)
 
 
+def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Return, of each stage, of how many micro-batches its rank holds what it saved, at most."""
+    held = [_held(schedule, rank) for rank in range(schedule.ranks)]
+    own = [[stage for stage, owner in enumerate(schedule.rank_of) if owner == rank] for rank in range(schedule.ranks)]
+    most = {
+        stage: int(max(1, held[rank][:, place, 0].max()))
+        for rank, stages in enumerate(own)
+        for place, stage in enumerate(stages)
+    }
+    return tuple(most[stage] for stage in range(schedule.stages))
+
+
 def _too_few(units: int, apart: int, schedule: PipelineSchedule) -> UsageError:
     interleave = schedule.stages // schedule.ranks
     parted = f"{units} units" if apart == units else f"{units} units, to be parted at {apart - 1} places,"

@@ -56,19 +56,28 @@ class Choices:
     unknown: tuple[Op, ...]
 
 
-def compose(graph: Graph, axes: Sequence[AxisSpec], enumerate_axis: Enumerate) -> Choices:
-    """Return the strategies of each representative operator on a mesh of `axes`, without duplicates."""
+AxisChoices = dict[tuple[int, AxisSpec], tuple[Graph, Mapping[str, tuple[Strategy, ...]], Mapping[str, Op]]]
+"""What each axis admits of graphs that were composed before, by the graph's identity, and what no rule covers."""
+
+
+def compose(
+    graph: Graph, axes: Sequence[AxisSpec], enumerate_axis: Enumerate, known: AxisChoices | None = None
+) -> Choices:
+    """Return the strategies of each representative operator on a mesh of `axes`, without duplicates.
+
+    `known` is filled with what each axis admits, and read for axes that other meshes had.
+    """
     sizes = tuple(axis.size for axis in axes)
     reps = [op for op in graph.ops if graph.representative(op.name) == op.name]
     per_axis: list[Mapping[str, tuple[Strategy, ...]]] = []
     unknown: dict[str, Op] = {}
-    shared: dict[AxisSpec, Mapping[str, tuple[Strategy, ...]]] = {}
+    shared = known if known is not None else {}
     for axis in axes:
-        if axis not in shared:
-            found, missing = _on_axis(graph, reps, axis, enumerate_axis)
-            unknown.update(missing)
-            shared[axis] = found
-        per_axis.append(shared[axis])
+        if (id(graph), axis) not in shared:
+            shared[id(graph), axis] = (graph, *_on_axis(graph, reps, axis, enumerate_axis))
+        _, found, missing = shared[id(graph), axis]
+        unknown.update(missing)
+        per_axis.append(found)
     settled = _small_tables(graph)
     products: dict[tuple[object, ...], tuple[MeshStrategy, ...]] = {}
     of: dict[str, tuple[MeshStrategy, ...]] = {}

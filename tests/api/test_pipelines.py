@@ -129,7 +129,7 @@ def test_a_plan_says_its_stages_and_survives_the_file():
         ({"pp": 8}, InfeasibleError, "8 pipeline stages, and the model has 4 blocks to cut between"),
         ({"pp": 2, "microbatch": 5}, UsageError, "does not divide into micro-batches of 5"),
         ({"pp": 3}, InfeasibleError, "do not divide the cluster's 8 devices"),
-        ({"schedule": "gpipe"}, UsageError, "needs pipeline stages: add --fix pp=N"),
+        ({"schedule": "gpipe", "pp": 1}, UsageError, "needs pipeline stages: add --fix pp=N"),
     ],
     ids=["stages", "micro-batch", "degree", "schedule"],
 )

@@ -63,7 +63,10 @@ REFUSED = [
         {"fix": {"tp": 3}}, InfeasibleError, "3 ranks do not divide the cluster's 4 devices", id="indivisible"
     ),
     pytest.param(
-        {"fix": {"tp": 2}, "forbid": ["dp_replicate", "dp_shard"]}, InfeasibleError, "use 2 of 4 devices", id="idle"
+        {"fix": {"tp": 2}, "forbid": ["dp_replicate", "dp_shard", "pp"]},
+        InfeasibleError,
+        "use 2 of 4 devices",
+        id="idle",
     ),
     pytest.param(
         {"constraint": "upp.weight=Shard(0)@tp"},

@@ -1,0 +1,268 @@
+"""The outer search: which trials are worth their relaxation, which of those are solved, and what the rest can be.
+
+First the program whole, on every mesh: relaxed, then solved in the order of their bounds. Then all else - stages,
+micro-batches, recomputation - in the order of rough estimates. What cannot beat the best plan is proven by bounds: a
+relaxation without memory limit bounds everything on the same mesh that only adds work (recomputation, smaller
+micro-batches). Numbers of relaxations and solutions are limited, not only time, so that a plan does not depend on how
+fast the machine is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+
+from autopar.api.pipelining import Wanted
+from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
+from autopar.api.wishes import Wishes
+from autopar.costs.rough import Shape
+from autopar.errors import InfeasibleError
+from autopar.progress import Progress
+from autopar.search.ilp import Ilp, Limits, Solution
+from autopar.search.meshes import MeshAxis
+from autopar.search.trials import Recompute, Trial
+from cost_models.errors import CostModelError
+
+_RELAXED, _SOLVED, _CHUNK = 24, 10, 6
+"""Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
+
+_REFINED = 3
+"""Pipelines whose other schedules are tried."""
+
+_SAMPLED = 3
+"""Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
+
+
+@dataclass
+class Outer:
+    """One run of the outer search."""
+
+    solving: Solving
+    wishes: Wishes
+    progress: Progress
+    started: float = field(default_factory=time.monotonic)
+    interrupted: bool = field(init=False, default=False)
+    solved: list[Solved] = field(init=False, default_factory=list)
+    _free_s: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
+    _work_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
+    _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
+
+    @property
+    def best(self) -> Solved | None:
+        """Return the fastest plan so far."""
+        found = [one for one in self.solved if one.outcome is not None]
+        return min(found, key=lambda each: each.step_s) if found else None
+
+    @property
+    def best_s(self) -> float:
+        """Return its predicted seconds, infinite without one."""
+        best = self.best
+        return inf if best is None else best.step_s
+
+    @property
+    def left_s(self) -> float:
+        """Return what is left of the time limit."""
+        return self.solving.options.time_limit - (time.monotonic() - self.started)
+
+    def run(self, whole: Sequence[Trial], others: Sequence[Trial]) -> None:
+        """Fill `solved`: the whole program's trials first."""
+        try:
+            waiting = self._relax(whole, f"bound {len(whole)} meshes")
+            self._solve(waiting, len(waiting))
+            if others:
+                self._run_others(others)
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def _run_others(self, others: Sequence[Trial]) -> None:
+        left = []
+        for trial in others:
+            if self._is_beaten(trial):
+                self._give_up([trial])
+            elif self.solving.rough(trial.recompute, self.wishes).fits(_shape(trial), self.solving.budget):
+                left.append(trial)
+            else:
+                why = f"does not fit in memory however it is split, recompute {trial.recompute}"
+                self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
+        estimates = self._estimates(left)
+        order = sorted(range(len(left)), key=lambda each: (estimates[each], each))
+        queue = [left[each] for each in order]
+        relaxed = solutions = 0
+        while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_s > 0:
+            chunk: list[Trial] = []
+            while queue and len(chunk) < _CHUNK:
+                trial = queue.pop(0)
+                if self._is_beaten(trial):
+                    self._give_up([trial])
+                else:
+                    chunk.append(trial)
+            relaxed += len(chunk)
+            waiting = self._relax(chunk, f"bound stages and micro-batches, {relaxed} of {len(left)}")
+            solutions += self._solve(waiting, _SOLVED - solutions)
+        self._give_up(queue)
+        self._refine()
+
+    def _relax(self, trials: Sequence[Trial], phase: str) -> list[Waiting]:
+        self.progress.phase(phase)
+        waiting: list[Waiting] = []
+        for number, trial in enumerate(trials):
+            found = self.solving.bound(trial, self.wishes, self.left_s)
+            if isinstance(found, Waiting):
+                waiting.append(found)
+                self._free_s[_kin(trial)] = max(found.free_s, self._free_s.get(_kin(trial), 0.0))
+            else:
+                self.solved.append(found)
+            self.progress.update(done=number + 1, total=len(trials))
+        return sorted(waiting, key=lambda each: each.bound_s)
+
+    def _solve(self, waiting: list[Waiting], most: int) -> int:
+        """Solve in the order of bounds, until the next one's is no better than the best plan; return how many."""
+        if waiting:
+            self.progress.phase(f"solve {len(waiting)} of {len(self.solved) + len(waiting)}, best bound first")
+        total, count = len(waiting), 0
+        try:
+            while waiting:
+                one = waiting[0]
+                if count >= most:
+                    self.solved.append(_left(one.trial, one.bound_s, "not solved: others looked better"))
+                    waiting.pop(0)
+                    continue
+                found = self.solving.solve(one, self.wishes, self._ways(one.trial), self.best_s, self.left_s)
+                waiting.pop(0)
+                count += found.solution.status != "cutoff" or found.outcome is not None
+                self.solved.append(found)
+                if found.solution.status == "interrupted":
+                    raise KeyboardInterrupt
+                best = self.best_s
+                gap = max(0.0, 1.0 - one.bound_s / best) if best < inf else None
+                self.progress.update(
+                    best_s=best if best < inf else None, gap=gap, done=total - len(waiting), total=total
+                )
+        except KeyboardInterrupt:
+            self.solved += [
+                Solved(each.trial, Solution("interrupted", (), inf, each.bound_s), why_not=WHY_NOT["interrupted"])
+                for each in waiting
+            ]
+            raise
+        return count
+
+    def _ways(self, trial: Trial) -> list[Wanted]:
+        """Return the schedules that a trial is cut for at first."""
+        if trial.depth == 1:
+            return []
+        return [self.wishes.wanted(trial.depth)]
+
+    def _refine(self) -> None:
+        """Try the other schedules on the best pipelines, where the schedule is open."""
+        if not self.wishes.schedule_is_open:
+            return
+        piped = sorted((one for one in self.solved if one.pipeline is not None), key=lambda each: each.step_s)
+        for one in piped[:_REFINED]:
+            if one.pipeline is None or one.outcome is None:
+                continue
+            bubble = one.pipeline.bubble_s / one.step_s
+            if bubble <= self.solving.options.gap:
+                continue
+            self.progress.phase("try other schedules")
+            ways = self._interleaved(one.trial)
+            found = self.solving.recut(one, ways) if ways else None
+            if found is not None and found.step_s < one.step_s:
+                one.pipeline, one.step_s = found, found.step_s
+
+    def _interleaved(self, trial: Trial) -> list[Wanted]:
+        most = self.solving.rough(trial.recompute, self.wishes).blocks // trial.depth
+        if "interleave" in self.wishes.never or trial.microbatches < trial.depth:
+            return []
+        return [Wanted(trial.depth, "interleaved_1f1b", times) for times in (2, 4, 8) if times <= most]
+
+    def _is_beaten(self, trial: Trial) -> bool:
+        return self._known_bound_s(trial) >= self.best_s * (1.0 - self.solving.options.gap)
+
+    def _known_bound_s(self, trial: Trial) -> float:
+        """Return a bound from what was relaxed before."""
+        found = [self._free_s.get(_kin(replace(trial, recompute="none")), 0.0), self._work_bound_s(trial)]
+        if trial.depth == 1:
+            whole = _kin(Trial(trial.ranks))
+            free = _kin(Trial(tuple(MeshAxis("free", a.size) if a.role == "tp" else a for a in trial.ranks)))
+            found += [self._free_s.get(whole, 0.0), self._free_s.get(free, 0.0)]
+        return max(found)
+
+    def _give_up(self, trials: Iterable[Trial]) -> None:
+        for trial in trials:
+            bound = self._known_bound_s(trial)
+            why = f"at least {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
+            self.solved.append(_left(trial, bound, why))
+
+    def _work_bound_s(self, trial: Trial) -> float:
+        """Return a bound from micro-batches on tensor-parallel ranks alone: samples cost least in the largest ones."""
+        shape = _shape(trial)
+        largest = self._sizes.get(shape.width, [0])[-1]
+        known = self._work_s.get((trial.recompute, shape.width, largest), 0.0)
+        samples = self.solving.program.batch_size / shape.replicas
+        return known / max(largest, 1) * samples / shape.depth
+
+    def _estimates(self, trials: Sequence[Trial]) -> list[float]:
+        self.progress.phase(f"estimate {len(trials)} trials")
+        wanted: dict[int, set[int]] = {}
+        for trial in trials:
+            wanted.setdefault(_shape(trial).width, set()).add(self._size(trial))
+        self._sizes = {width: _spread(sorted(sizes), _SAMPLED) for width, sizes in wanted.items()}
+        return [self._estimate_s(trial) for trial in trials]
+
+    def _size(self, trial: Trial) -> int:
+        return self.solving.program.batch_size // (trial.microbatches * trial.replicas)
+
+    def _estimate_s(self, trial: Trial) -> float:
+        shape, size = _shape(trial), self._size(trial)
+        known = self._sizes[shape.width]
+        below = max(each for each in known if each <= size)
+        above = min(each for each in known if each >= size)
+        low, high = (self._microbatch_s("none", shape.width, each) for each in (below, above))
+        share = (size - below) / (above - below) if above > below else 0.0
+        once = low + share * (high - low)
+        if trial.recompute != "none":
+            # What recomputation adds is taken from the largest size.
+            ways: tuple[Recompute, ...] = (trial.recompute, "none")
+            more, less = (self._microbatch_s(way, shape.width, known[-1]) for way in ways)
+            once *= more / less if 0 < less < inf else 1.0
+        return self.solving.rough(trial.recompute, self.wishes).estimate_s(shape, once, self.solving.budget)
+
+    def _microbatch_s(self, recompute: Recompute, width: int, size: int) -> float:
+        """Return the seconds of a micro-batch through all stages on tensor-parallel ranks alone; memory is no limit."""
+        key = (recompute, width, size)
+        if key not in self._work_s:
+            count = self.solving.program.batch_size // size
+            in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
+            tensor = (MeshAxis("tp", width),) if width > 1 else ()
+            try:
+                _, pricing = self.solving.price(Trial((*in_time, *tensor), 1, recompute), self.wishes)
+            except (CostModelError, InfeasibleError):
+                self._work_s[key] = inf
+            else:
+                limits = Limits(inf, max(self.left_s, 0.1), seed=self.solving.options.seed)
+                self._work_s[key] = Ilp(pricing.table).relaxed(limits).free_s / count
+        return self._work_s[key]
+
+
+def _shape(trial: Trial) -> Shape:
+    width = prod(axis.size for axis in trial.ranks) // trial.replicas
+    shards = prod(axis.size for axis in trial.ranks if axis.role == "dp_shard")
+    return Shape(trial.depth, trial.microbatches, trial.replicas, shards, width)
+
+
+def _kin(trial: Trial) -> tuple[object, ...]:
+    return trial.mesh, trial.depth, trial.recompute
+
+
+def _left(trial: Trial, bound_s: float, why: str) -> Solved:
+    return Solved(trial, Solution("cutoff", (), inf, bound_s), why_not=why)
+
+
+def _spread(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the smallest and largest of sorted sizes and some between."""
+    if len(sizes) <= most:
+        return list(sizes)
+    return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]

@@ -1,0 +1,257 @@
+"""One point of the outer search: priced, bounded by its relaxation, solved, and, with stages, cut and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from autopar.api.microbatching import require_splittable
+from autopar.api.pipelining import Pipelined, Wanted, pipelined
+from autopar.api.wishes import Wishes, unfold_if_split
+from autopar.capture.recompute import recomputed_graph
+from autopar.costs.links import Links
+from autopar.costs.outcome import Outcome
+from autopar.costs.rough import Rough
+from autopar.costs.stage_memory import Split, even_split
+from autopar.costs.table import Builder, Pricing
+from autopar.costs.timing import timing
+from autopar.errors import InfeasibleError, UnknownOperatorError, UsageError
+from autopar.figures import format_bytes
+from autopar.ir.graph import Graph, Op
+from autopar.options import PlanOptions
+from autopar.search.cuts import NoCut
+from autopar.search.ilp import Ilp, Limits, Solution, solve_program
+from autopar.search.meshes import MeshAxis
+from autopar.search.stages import most_in_flight
+from autopar.search.trials import Recompute, Trial
+from autopar.strategies import axis_strategies
+from autopar.strategies.compose import AxisChoices, compose
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import CostModelError
+
+WHY_NOT = {
+    "infeasible": "does not fit in memory",
+    "cutoff": "does not fit in memory, or is proven slower than the plan",
+    "time_limit": "no plan found within the time limit",
+    "interrupted": "not solved: the search was interrupted",
+}
+
+
+@dataclass
+class Solved:
+    """One trial and how its search ended."""
+
+    trial: Trial
+    solution: Solution
+    outcome: Outcome | None = None
+    step_s: float = inf
+    why_not: str = ""
+    pipeline: Pipelined | None = None
+
+
+@dataclass
+class Waiting:
+    """One trial, priced and bounded."""
+
+    trial: Trial
+    links: Links
+    pricing: Pricing
+    program: Ilp
+    bound_s: float
+    """No plan of the trial is faster."""
+
+    free_s: float
+    """The same if memory were no limit."""
+
+
+@dataclass
+class Solving:
+    """Solves trials of one program on one cluster; remembers what they share."""
+
+    program: Graph
+    cluster: ClusterSpec
+    options: PlanOptions
+    unknown: dict[str, Op] = field(default_factory=dict)
+    """Operators without a sharding rule that were met, by their targets."""
+
+    _graphs: dict[tuple[Recompute, bool], Graph] = field(init=False, default_factory=dict)
+    _axes: AxisChoices = field(init=False, default_factory=dict)
+    _rough: dict[Recompute, Rough] = field(init=False, default_factory=dict)
+    _splits: dict[tuple[Recompute, Wanted, int], Split] = field(init=False, default_factory=dict)
+
+    def graph(self, recompute: Recompute, wishes: Wishes) -> Graph:
+        """Return the program with its layers recomputed or not, equal ones apart where the wishes tell them apart."""
+        key = (recompute, bool(wishes.constraints or wishes.resting))
+        if key not in self._graphs:
+            graph = recomputed_graph(self.program) if recompute == "full" else self.program
+            self._graphs[key] = unfold_if_split(graph, wishes)
+        return self._graphs[key]
+
+    @property
+    def budget(self) -> int:
+        """Return the bytes that a device may hold."""
+        return int(self.cluster.memory_bytes * (1.0 - self.options.memory_margin))
+
+    def budget_of_all(self, depth: int) -> int:
+        """Return bytes that the whole program needs at most on one stage's mesh for its stages to fit on theirs.
+
+        Every rank has its own reserve, of which the program's memory counts one.
+        """
+        return self.budget * depth - int(self.cluster.device.reserved_bytes) * (depth - 1)
+
+    def price(self, trial: Trial, wishes: Wishes) -> tuple[Links, Pricing]:
+        """Return the priced table of a trial.
+
+        Raises:
+            InfeasibleError: a wish cannot be met on this mesh, or the program cannot be cut into micro-batches.
+            UnknownOperatorError: `strict`, and some operators have no sharding rule.
+        """
+        graph = self.graph(trial.recompute, wishes)
+        timed = int(trial.microbatches > 1)
+        links = Links(self.cluster, tuple(axis.size for axis in trial.mesh), timed)
+        choices = compose(graph, wishes.axes(trial.mesh), axis_strategies, self._axes)
+        for op in choices.unknown:
+            self.unknown.setdefault(op.target, op)
+        if self.options.strict and self.unknown:
+            raise no_rule(tuple(self.unknown.values()))
+        if timed:
+            require_splittable(graph, choices.of)
+        options = wishes.apply(graph, trial.mesh, choices.of)
+        return links, Builder(graph, options, links, self.options.optimizer, wishes.gathers).build()
+
+    def bound(self, trial: Trial, wishes: Wishes, left_s: float) -> Waiting | Solved:
+        """Return the trial with the bound of its relaxation, or that it is impossible."""
+        try:
+            links, pricing = self.price(trial, wishes)
+        except (CostModelError, InfeasibleError) as error:
+            return Solved(trial, Solution("infeasible", (), inf, inf), why_not=str(error))
+        program = Ilp(pricing.table)
+        budget = self.budget_of_all(trial.depth)
+        relaxed = program.relaxed(Limits(budget, max(left_s, 0.1), seed=self.options.seed))
+        if relaxed.bound_s == inf:
+            return Solved(trial, Solution("infeasible", (), inf, inf), why_not=WHY_NOT["infeasible"])
+        return Waiting(trial, links, pricing, program, relaxed.bound_s / trial.depth, relaxed.free_s / trial.depth)
+
+    def solve(self, one: Waiting, wishes: Wishes, ways: Sequence[Wanted], best_s: float, left_s: float) -> Solved:
+        """Return the best plan of a trial that beats `best_s`, run in the fastest of `ways` if it has stages."""
+        trial = one.trial
+        if one.bound_s >= best_s * (1.0 - self.options.gap):
+            why = f"at least {one.bound_s:.4g} s, the bound of its relaxation"
+            return Solved(trial, Solution("cutoff", (), inf, one.bound_s), why_not=why)
+        if left_s <= 0 and best_s < inf:
+            why = "not solved within the time limit"
+            return Solved(trial, Solution("time_limit", (), inf, one.bound_s), why_not=why)
+        if trial.depth > 1:
+            return self._solve_staged(one, wishes, ways, best_s, left_s)
+        solution = solve_program(one.program, self._limits(self.budget, left_s, best_s))
+        if not solution.options:
+            return self._without_plan(one, solution)
+        outcome = Outcome(self.graph(trial.recompute, wishes), one.pricing, one.links, solution.options,
+                          self.options.optimizer)  # fmt: skip
+        return Solved(trial, solution, outcome, timing(one.pricing.table, solution.options).step_s)
+
+    def _solve_staged(
+        self, one: Waiting, wishes: Wishes, ways: Sequence[Wanted], best_s: float, left_s: float
+    ) -> Solved:
+        """Solve with the memory of an even cut first; if that finds nothing, with the least that any cut needs."""
+        trial = one.trial
+        found: Solved | None = None
+        for even in (True, False):
+            if even:
+                pricing = one.pricing.staged(self._split(trial, wishes, ways[0]))
+                program, budget = Ilp(pricing.table), self.budget
+            else:
+                program, budget = one.program, self.budget_of_all(trial.depth)
+            solution = solve_program(program, self._limits(budget, left_s, best_s * trial.depth))
+            # Only the least that any cut needs proves anything of the trial.
+            proven = one.bound_s if even else max(one.bound_s, solution.bound_s / trial.depth)
+            solution = replace(solution, bound_s=proven)
+            if not solution.options:
+                found = found or self._without_plan(one, solution)
+                continue
+            cut = self.cut(trial, one, wishes, solution, ways)
+            if cut.outcome is not None or not even:
+                return cut
+            found = cut
+        if found is None:
+            raise RuntimeError("a trial was solved neither with an even cut nor without")
+        return found
+
+    def cut(self, trial: Trial, one: Waiting, wishes: Wishes, solution: Solution, ways: Sequence[Wanted]) -> Solved:
+        """Return the assignment of a trial cut into stages, run in the fastest of `ways` that fits."""
+        graph = self.graph(trial.recompute, wishes)
+        outcome = Outcome(graph, one.pricing, one.links, solution.options, self.options.optimizer)
+        cut = pipelined(outcome, ways, self.budget)
+        if isinstance(cut, NoCut):
+            why = (
+                f"the largest of {trial.depth} pipeline ranks needs {format_bytes(cut.least_bytes)} and has "
+                f"{format_bytes(self.budget)}; smaller micro-batches (--fix microbatch=N) or more stages need less"
+            )
+            return Solved(trial, replace(solution, status="infeasible"), why_not=why)
+        return Solved(trial, solution, outcome, cut.step_s, pipeline=cut)
+
+    def recut(self, one: Solved, ways: Sequence[Wanted]) -> Pipelined | None:
+        """Return a solved trial run in the fastest of other ways, or that none of them fits or divides."""
+        if one.outcome is None:
+            return None
+        try:
+            found = pipelined(one.outcome, ways, self.budget)
+        except (UsageError, InfeasibleError):
+            return None
+        return None if isinstance(found, NoCut) else found
+
+    def rough(self, recompute: Recompute, wishes: Wishes) -> Rough:
+        """Return the sizes of the program, for estimates."""
+        if recompute not in self._rough:
+            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.cluster, self.options.optimizer)
+        return self._rough[recompute]
+
+    def require_parts(self, wishes: Wishes) -> None:
+        """Check that the program can be cut into micro-batches, and so into stages that work at the same time.
+
+        Raises:
+            InfeasibleError: it needs its whole batch at once, or does not return a loss that its backward starts at.
+        """
+        graph = self.program
+        if not graph.batch_size:
+            raise InfeasibleError(
+                "no input has a batch dimension to cut into micro-batches; leave pp and microbatch out"
+            )
+        parts = next(
+            part for part in (*range(2, 65), graph.batch_size + 1) if graph.batch_size % part == 0 or part > 64
+        )
+        axis = MeshAxis("microbatch", parts)
+        require_splittable(graph, compose(graph, wishes.axes((axis,)), axis_strategies, self._axes).of)
+        starts = [op for op in graph.ops if op.kind == "tangent"]
+        if len(starts) != 1 or any(meta is not None and meta.shape for meta in starts[0].outputs):
+            raise InfeasibleError(
+                f"several micro-batches need a model that returns its loss, one scalar; here gradients start at "
+                f"{', '.join(op.target for op in starts) or 'no output'}. Compute the loss inside forward, or leave pp "
+                "and microbatch out"
+            )
+
+    def _split(self, trial: Trial, wishes: Wishes, wanted: Wanted) -> Split:
+        key = (trial.recompute, wanted, trial.microbatches)
+        if key not in self._splits:
+            schedule = wanted.schedule_for(trial.microbatches)
+            graph = self.graph(trial.recompute, wishes)
+            self._splits[key] = even_split(graph, schedule.rank_of, most_in_flight(schedule))
+        return self._splits[key]
+
+    def _limits(self, budget: int, left_s: float, cutoff_s: float) -> Limits:
+        return Limits(budget, max(left_s, 1.0), self.options.gap, self.options.seed, cutoff_s)
+
+    def _without_plan(self, one: Waiting, solution: Solution) -> Solved:
+        solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
+        return Solved(one.trial, solution, why_not=WHY_NOT.get(solution.status, solution.status))
+
+
+def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:
+    """Return the error about operators that no sharding rule covers, all of them."""
+    lines = "\n".join(f"    {op.where}" for op in unknown)
+    return UnknownOperatorError(
+        f"{len(unknown)} operator{'s have' if len(unknown) > 1 else ' has'} no sharding rule:\n{lines}\n"
+        "Register one with torch.distributed.tensor.experimental.register_sharding, or leave out --strict to run them "
+        "whole on every rank."
+    )

@@ -1,0 +1,106 @@
+"""What the outer search tries: a mesh inside the stages, how many pipeline ranks, micro-batches and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from autopar.search.meshes import Candidate, MeshAxis, Role
+
+Recompute = Literal["none", "full"]
+
+DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard")
+"""Roles of the axes along which the batch is split."""
+
+_DEEPEST = 64
+"""Pipeline ranks at most, where their number is open."""
+
+_LATEST_SHARE = 0.5
+"""Largest share of a pipeline's time that filling and draining it may take, where its micro-batches are open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One point of the outer search; the search inside it decides all layouts."""
+
+    mesh: Candidate
+    """Of one stage; micro-batches are its first axis."""
+
+    depth: int = 1
+    """Pipeline ranks."""
+
+    recompute: Recompute = "none"
+
+    @property
+    def microbatches(self) -> int:
+        """Return how many micro-batches a step has."""
+        return self.mesh[0].size if self.mesh and self.mesh[0].role == "microbatch" else 1
+
+    @property
+    def replicas(self) -> int:
+        """Return into how many parts the batch is split over ranks; axes that are free are not counted."""
+        return prod(axis.size for axis in self.mesh if axis.role in DATA)
+
+    @property
+    def ranks(self) -> Candidate:
+        """Return the mesh without its micro-batches."""
+        return self.mesh[1:] if self.microbatches > 1 else self.mesh
+
+
+def depths(devices: int, blocks: int) -> list[int]:
+    """Return numbers of pipeline ranks to try, fewest first: 1 and all that divide the devices."""
+    most = min(devices, blocks, _DEEPEST)
+    return [depth for depth in range(1, most + 1) if devices % depth == 0]
+
+
+def sizes_worth_trying(samples: int, depth: int) -> list[int]:
+    """Return micro-batch sizes for the samples of a data-parallel rank, each at least twice the one before.
+
+    Those that leave a pipeline busy for most of a step; the smallest one if none does.
+    """
+    found: list[int] = []
+    for size in (size for size in range(1, samples + 1) if samples % size == 0):
+        count = samples // size
+        busy = (depth - 1) <= _LATEST_SHARE * (count + depth - 1)
+        if (not found or size >= 2 * found[-1]) and (busy or not found):
+            found.append(size)
+    return found
+
+
+def in_time(meshes: Iterable[Candidate], batch: int, depth: int, microbatch: int | None) -> list[Candidate]:
+    """Return the meshes with micro-batches: of `microbatch` samples a data-parallel rank, or all sizes worth trying.
+
+    What divides the batch by no mesh is left out. A mesh with one micro-batch has no axis for it.
+    """
+    found: dict[Candidate, None] = {}
+    for mesh in dict.fromkeys(variant for given in meshes for variant in settled(given)):
+        replicas = prod(axis.size for axis in mesh if axis.role in DATA)
+        if batch % replicas:
+            continue
+        samples = batch // replicas
+        for size in [microbatch] if microbatch is not None else sizes_worth_trying(samples, depth):
+            if samples % size == 0:
+                count = samples // size
+                found[(MeshAxis("microbatch", count), *mesh) if count > 1 else mesh] = None
+    return list(found)
+
+
+def settled(mesh: Candidate) -> list[Candidate]:
+    """Return a mesh whose axes are all of one kind: a free one would leave open how many samples a rank has."""
+    if all(axis.role != "free" for axis in mesh):
+        return [mesh]
+    kinds: tuple[Role, ...] = ("tp", *(("dp_shard",) if all(axis.role != "dp_shard" for axis in mesh) else ()))
+    return [tuple(MeshAxis(kind, axis.size) if axis.role == "free" else axis for axis in mesh) for kind in kinds]
+
+
+def bubble(depth: int, microbatches: int) -> float:
+    """Return how many times as long as its work 1F1B over even stages takes (Narayanan et al., SC21, section 2.2)."""
+    return 1.0 + (depth - 1) / microbatches
+
+
+def thinned(trials: Sequence[Trial], estimates: Sequence[float], most: int) -> list[Trial]:
+    """Return the trials of the least estimates, at most so many, best first; of equals, the earlier one first."""
+    order = sorted(range(len(trials)), key=lambda each: (estimates[each], each))
+    return [trials[each] for each in order[:most]]

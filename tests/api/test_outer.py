@@ -1,0 +1,128 @@
+"""The outer search against the trials one by one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.api import plan_captured
+from autopar.api.planning import Planner, Program
+from autopar.api.solving import Solving
+from autopar.api.wishes import read_wishes
+from autopar.capture import capture
+from autopar.costs.stage_memory import Split
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.plan import Plan
+from autopar.ir.stages import stage_of
+from autopar.options import PlanOptions
+from autopar.progress import Silent
+from autopar.search.meshes import MeshAxis
+from autopar.search.trials import Trial, depths, in_time, sizes_worth_trying
+from cost_models.cluster import ClusterSpec
+
+
+class Deep(nn.Module):
+    """Residual blocks of unequal widths, and a loss."""
+
+    def __init__(self, widths: tuple[int, ...] = (256, 256, 512, 256)) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, width), nn.ReLU(), nn.Linear(width, 128)) for width in widths
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+CAPTURED = capture(Deep(), (torch.randn(16, 128),))
+
+
+def cluster(memory: str = "16 GiB", bandwidth: str = "1 Gbit/s") -> ClusterSpec:
+    """Return four CPU hosts of one rank each."""
+    return ClusterSpec.from_dict({
+        "version": 1,
+        "name": "four",
+        "devices": {"core": {"preset": "cpu", "memory": {"capacity": memory, "reserved": "0 B"}}},
+        "nodes": {"host": {"device": "core", "count": 1, "nic": {"bandwidth": bandwidth, "latency": "100us"}}},
+        "groups": [{"node": "host", "count": 4}],
+    })  # fmt: skip
+
+
+def planned(spec: ClusterSpec, **options: object) -> Plan:
+    return plan_captured(CAPTURED, "Deep", spec, PlanOptions.parse(**options), Silent())
+
+
+@pytest.mark.parametrize("memory", ["16 GiB", "8 MiB"])
+def test_the_free_plan_is_no_slower_than_any_choice_of_degrees(memory: str):
+    spec = cluster(memory)
+    free = planned(spec, memory_margin=0.0, gap=0.0)
+    times = {}
+    for depth, size, recompute in product((1, 2, 4), (1, 4), ("none", "full")):
+        fix = {"pp": depth, "microbatch": size, "recompute": recompute}
+        try:
+            times[depth, size, recompute] = planned(spec, fix=fix, memory_margin=0.0, gap=0.0).estimates.step_time_s
+        except (InfeasibleError, UsageError):
+            continue
+
+    assert times
+    # A plan with fewer parts is taken where it is as fast within two per cent.
+    assert free.estimates.step_time_s <= 1.02 * min(times.values()), times
+    assert free.solver.bound <= min(times.values()) * (1 + 1e-9)
+
+
+def test_degrees_that_are_forbidden_or_fixed_hold():
+    spec = cluster()
+
+    assert planned(spec, forbid=("pp",)).decisions.degrees["pp"] == 1
+    assert planned(spec, fix={"schedule": "none"}).decisions.degrees["pp"] == 1
+    assert planned(spec, fix={"schedule": "gpipe"}).decisions.schedule.name == "gpipe"
+    assert planned(spec, fix={"interleave": 2}).decisions.schedule.interleave == 2
+
+
+def test_a_model_that_returns_no_loss_is_planned_whole():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    captured = capture(model, (torch.randn(16, 64),))
+    plan = plan_captured(captured, "net", cluster(), PlanOptions.parse(), Silent())
+
+    assert plan.decisions.degrees["pp"] == 1
+    with pytest.raises(InfeasibleError, match="returns its loss, one scalar"):
+        plan_captured(captured, "net", cluster(), PlanOptions.parse(fix={"pp": 2}), Silent())
+
+
+def test_memory_of_stages_is_that_of_the_ranks_that_run_them():
+    """Rows and curve say the same, and sum up to the whole program's where a rank holds one micro-batch."""
+    options = PlanOptions.parse(memory_margin=0.0)
+    planner = Planner(Program(CAPTURED.graph, "Deep", "2.13"), cluster(), options)
+    solving = Solving(CAPTURED.graph, planner.cluster, options)
+    wishes = read_wishes(options)
+    trial = Trial((MeshAxis("microbatch", 4), MeshAxis("dp_shard", 2)), depth=2)
+    _, pricing = solving.price(trial, wishes)
+    graph = CAPTURED.graph
+    split = Split(stage_of(graph, [["blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]]), (0, 1), (2, 1))
+    staged = pricing.staged(split)
+    chosen = tuple(0 for _ in staged.table.nodes)
+    copies = [set() for _ in staged.table.groups]
+    curve = staged.table.memory_curve(chosen, copies)
+
+    for at in range(0, len(curve), 7):
+        row = staged.table.memory_row(at)
+        held = row.fixed_bytes + sum(options_[0] for options_ in row.nodes.values())
+        assert held == pytest.approx(curve[at]), at
+    single = pricing.staged(Split(split.stage_of, (0, 1), (1, 1)))
+    alone = single.table.memory_curve(chosen, copies)
+    assert (alone <= curve).all()
+    assert (alone < curve).any()
+
+
+def test_meshes_and_sizes_to_try():
+    assert depths(12, 5) == [1, 2, 3, 4]
+    assert sizes_worth_trying(16, 1) == [1, 2, 4, 8, 16]
+    assert sizes_worth_trying(16, 4) == [1, 2, 4]  # of eight samples, two micro-batches would leave ranks idle
+    assert sizes_worth_trying(2, 8) == [1]
+    free = (MeshAxis("free", 2),)
+    assert in_time([free], 4, 2, 2) == [(MeshAxis("microbatch", 2), MeshAxis("tp", 2)), (MeshAxis("dp_shard", 2),)]
