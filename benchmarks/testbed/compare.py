@@ -2,7 +2,7 @@
 
     python -m benchmarks.testbed.compare --rates 1gbit 200mbit --scenarios gpt_balanced deep_square
 
-Strategies run interleaved (ddp fsdp2 tp autopar, ddp fsdp2 tp autopar, ...), a process a run, so that a machine that
+Strategies run interleaved (ddp fsdp2 tp pipeline autopar, ddp fsdp2 ...), a process a run, so that a machine that
 grows slower does so for all of them. One line of JSON a strategy: median, least and largest seconds of its steps, the
 median over rounds of its time over that of the best hand-written strategy in the same round, and what the cost model
 predicts of the same choice: the search's own plan for `autopar`, the degrees fixed for the others, none chosen by hand.
@@ -25,18 +25,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.record import RESULTS, ROOT, spread, write
+from benchmarks.testbed.pipeline import MICROBATCHES
 from benchmarks.testbed.scenarios import SCENARIOS
 
 HERE = Path(__file__).resolve().parent
 SKIP = 77
-FIXED: dict[str, dict[str, int]] = {
-    "ddp": {"dp_replicate": 2},
-    "fsdp2": {"dp_shard": 2, "zero": 3},
-    "tp": {"tp": 2},
-    "autopar": {},
-}
-"""What to fix, so that the planner prices the strategy."""
+STRATEGIES = ("ddp", "fsdp2", "tp", "pipeline", "autopar")
 
 _SAME_LOSS = 1e-3
 """Relative difference from which two strategies do not compute the same training."""
@@ -61,14 +58,35 @@ class Run:
         return [statistics.median(each) for each in self.rounds]
 
 
+def fixed(strategy: str, hosts: int, batch: int) -> dict[str, int]:
+    """Return what to fix, so that the planner prices the strategy."""
+    if strategy == "pipeline":
+        return {"pp": hosts, "interleave": 1, "microbatch": batch // min(MICROBATCHES * hosts, batch)}
+    return {
+        "ddp": {"dp_replicate": hosts},
+        "fsdp2": {"dp_shard": hosts, "zero": 3},
+        "tp": {"tp": hosts},
+        "autopar": {},
+    }[strategy]
+
+
+def cluster_of(rate: str, hosts: int, folder: Path) -> Path:
+    """Return the cluster file of a rate with so many hosts."""
+    document = yaml.safe_load((HERE / f"cluster_{rate}.yaml").read_text())
+    document["groups"] = [{"node": "host", "count": hosts}]
+    made = folder / "cluster.yaml"
+    made.write_text(yaml.safe_dump(document))
+    return made
+
+
 def compare(scenario: str, rate: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], float | None]:
     """Return a row for each strategy, and the ratio of the planned program to the best hand-written one."""
-    cluster = HERE / f"cluster_{rate}.yaml"
     runs = {name: Run(name) for name in args.strategies}
     with tempfile.TemporaryDirectory() as folder:
+        cluster = cluster_of(rate, args.hosts, Path(folder))
         if not args.no_predictions:
             for run in runs.values():
-                predict(run, scenario, cluster, Path(folder))
+                predict(run, scenario, cluster, args.hosts, Path(folder))
         for _ in range(args.rounds):
             for name, run in runs.items():
                 found = measure(scenario, name, rate, cluster, Path(folder) / f"{name}.json", args)
@@ -77,12 +95,12 @@ def compare(scenario: str, rate: str, args: argparse.Namespace) -> tuple[list[di
     check_same_training(scenario, list(runs.values()))
     hand = [run for name, run in runs.items() if name != "autopar"]
     best = min(hand, key=lambda run: statistics.median(run.medians), default=None)
-    rows = [_row(scenario, rate, run, best) for run in runs.values()]
+    rows = [_row(scenario, rate, args.hosts, run, best) for run in runs.values()]
     planned = runs.get("autopar")
     return rows, _ratio(planned, best) if planned and best else None
 
 
-def predict(run: Run, scenario: str, cluster: Path, folder: Path) -> None:
+def predict(run: Run, scenario: str, cluster: Path, hosts: int, folder: Path) -> None:
     """Plan the strategy, keep what is predicted of it, and the plan as STRATEGY.json in `folder`.
 
     A hand-written strategy that the planner cannot price is measured nevertheless, and its row says why.
@@ -90,8 +108,15 @@ def predict(run: Run, scenario: str, cluster: Path, folder: Path) -> None:
     import autopar
 
     model, batch = SCENARIOS[scenario].build()
+    fix = fixed(run.strategy, hosts, SCENARIOS[scenario].batch)
     try:
-        plan = autopar.plan(model, cluster, example_inputs=batch, optimizer="adamw", fix=FIXED[run.strategy])
+        plan = autopar.plan(
+            model,
+            cluster,
+            example_inputs=batch,
+            optimizer="adamw",
+            fix=fixed(run.strategy, hosts, SCENARIOS[scenario].batch),
+        )
     except autopar.AutoparError as error:
         if run.strategy == "autopar":
             raise
@@ -111,7 +136,7 @@ def measure(
         RuntimeError: a rank failed, or the run took too long.
     """
     command = [
-        *(sys.executable, str(HERE / "netrun.py"), "--hosts", "2", "--rate", rate, "--tag", args.tag),
+        *(sys.executable, str(HERE / "netrun.py"), "--hosts", str(args.hosts), "--rate", rate, "--tag", args.tag),
         *("--timeout", str(args.timeout), "--", sys.executable, "-m", "benchmarks.testbed.step"),
         *("--scenario", scenario, "--strategy", strategy, "--steps", str(args.steps), "--warmup", str(args.warmup)),
     ]
@@ -144,11 +169,12 @@ def _ratio(run: Run, best: Run) -> float:
     return statistics.median(mine / its for mine, its in zip(run.medians, best.medians, strict=True))
 
 
-def _row(scenario: str, rate: str, run: Run, best: Run | None) -> dict[str, Any]:
+def _row(scenario: str, rate: str, hosts: int, run: Run, best: Run | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "benchmark": "testbed",
         "scenario": scenario,
         "rate": rate,
+        "hosts": hosts,
         "strategy": run.strategy,
         **spread([second for each in run.rounds for second in each]),
         "rounds": len(run.rounds),
@@ -166,7 +192,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="each has a cluster_RATE.yaml here")
-    parser.add_argument("--strategies", nargs="+", choices=FIXED, default=list(FIXED))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--hosts", type=int, default=2, help="with one rank each")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each strategy")
     parser.add_argument("--steps", type=int, default=5, help="timed steps a run")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps a run")

@@ -8,8 +8,8 @@ of JSON: the seconds of each timed step, and the global loss of each step, warm-
 compute different things give themselves away.
 
 Strategies: `ddp`, `fsdp2` (fully_shard on each layer and on the whole), `tp` (Megatron's column and row split, the head
-and its loss split by vocabulary, the embedding too where that is cheaper than updating all of it) and `autopar` (the
-plan of `--plan`).
+and its loss split by vocabulary, the embedding too where that is cheaper than updating all of it), `pipeline` (1F1B of
+torch.distributed.pipelining over equal numbers of layers) and `autopar` (the plan of `--plan`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,11 @@ class Program:
 
     model: nn.Module
     batch: tuple[Tensor, ...]
-    mean_loss: bool
-    """Whether a rank's loss is that of its samples only, and the global loss the mean over ranks."""
+    share: Literal["whole", "mean", "sum"] = "whole"
+    """What a rank's loss is: the global one, or one of which that is the mean or the sum over ranks."""
+
+    run: Callable[[], Tensor] | None = None
+    """What runs forward and backward where the user's loop does not."""
 
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
@@ -48,7 +51,7 @@ def ddp(scenario: Scenario, _: argparse.Namespace) -> Program:
     """Return the program under DistributedDataParallel."""
     model, batch = scenario.build()
     parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Program(parallel, _own_samples(batch), mean_loss=True)
+    return Program(parallel, _own_samples(batch), "mean")
 
 
 def fsdp2(scenario: Scenario, _: argparse.Namespace) -> Program:
@@ -61,7 +64,7 @@ def fsdp2(scenario: Scenario, _: argparse.Namespace) -> Program:
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return Program(model, _own_samples(batch), mean_loss=True)
+    return Program(model, _own_samples(batch), "mean")
 
 
 def tp(scenario: Scenario, _: argparse.Namespace) -> Program:
@@ -71,9 +74,9 @@ def tp(scenario: Scenario, _: argparse.Namespace) -> Program:
     model, batch = scenario.build()
     if isinstance(model, Gpt):
         parallelize_module(model, _mesh("tp"), _gpt_splits(model, scenario))
-        return Program(model, batch, mean_loss=False, context=_loss_parallel)
+        return Program(model, batch, context=_loss_parallel)
     parallelize_module(model, _mesh("tp"), _mlp_splits(scenario.depth))
-    return Program(model, batch, mean_loss=False)
+    return Program(model, batch)
 
 
 def autopar(scenario: Scenario, args: argparse.Namespace) -> Program:
@@ -84,10 +87,18 @@ def autopar(scenario: Scenario, args: argparse.Namespace) -> Program:
     compiled = autopar.compile(
         model, str(args.cluster), example_inputs=batch, plan=autopar.Plan.load(args.plan), optimizer="adamw"
     )
-    return Program(compiled, batch, mean_loss=False)
+    return Program(compiled, batch)
 
 
-STRATEGIES = {each.__name__: each for each in (ddp, fsdp2, tp, autopar)}
+def pipeline(scenario: Scenario, _: argparse.Namespace) -> Program:
+    """Return the program cut into stages of equally many layers by hand."""
+    from benchmarks.testbed.pipeline import pipelined
+
+    stage, run = pipelined(scenario)
+    return Program(stage, (), "sum", run=run)
+
+
+STRATEGIES = {each.__name__: each for each in (ddp, fsdp2, tp, pipeline, autopar)}
 
 
 def _mesh(axis: str) -> Any:
@@ -140,13 +151,16 @@ def measure(program: Program, warmup: int, steps: int) -> tuple[list[float], lis
     for number in range(warmup + steps):
         dist.barrier()
         start = time.perf_counter()
-        with program.context():
-            loss = program.model(*program.batch)
-            loss.backward()
+        if program.run is not None:
+            loss = program.run()
+        else:
+            with program.context():
+                loss = program.model(*program.batch)
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         took = time.perf_counter() - start
-        losses.append(_global_loss(loss, program.mean_loss))
+        losses.append(_global_loss(loss, program.share))
         if number >= warmup:
             slowest = torch.tensor(took, dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -154,11 +168,12 @@ def measure(program: Program, warmup: int, steps: int) -> tuple[list[float], lis
     return seconds, losses
 
 
-def _global_loss(loss: Any, mean: bool) -> float:
+def _global_loss(loss: Any, share: str) -> float:
     whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
     found: Tensor = whole.detach().clone()
-    if mean:
+    if share != "whole":
         dist.all_reduce(found)
+    if share == "mean":
         found /= dist.get_world_size()
     return found.item()
 

@@ -16,22 +16,23 @@ from benchmarks.record import RESULTS, ROOT, markdown
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- testbed -->", "<!-- end -->"
-HANDS = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "hand TP"}
+HANDS = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "hand TP", "pipeline": "hand PP"}
 
 
 def rows_of(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Return a row for each scenario and rate, from the last line of each strategy."""
-    last: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    last: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for line in lines:
-        last.setdefault((line["scenario"], line["rate"]), {})[line["strategy"]] = line
+        last.setdefault((line["scenario"], line["rate"], line.get("hosts", 2)), {})[line["strategy"]] = line
     found = []
-    for (scenario, rate), by in last.items():
+    for (scenario, rate, hosts), by in last.items():
         planned = by.get("autopar")
         if planned is None:
             continue
         best = planned["best_hand"]
         row = {"scenario": scenario.replace("_", " ")}
         row["link"] = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}.get(rate, rate)
+        row["hosts"] = str(hosts)
         for name, title in HANDS.items():
             seconds = f"{by[name]['measured_s']:.3f}" if name in by else ""
             row[title] = f"**{seconds}**" if name == best else seconds
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--readme", action="store_true", help="put the table into README.md, too")
     args = parser.parse_args()
     lines = [json.loads(line) for line in args.file.read_text().splitlines()]
-    columns = ("scenario", "link", *HANDS.values(), "plan", "measured", "predicted", "to best hand")
+    columns = ("scenario", "link", "hosts", *HANDS.values(), "plan", "measured", "predicted", "to best hand")
     table = markdown(rows_of(lines), columns)
     print(table)
     if args.readme:
