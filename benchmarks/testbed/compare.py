@@ -110,13 +110,7 @@ def predict(run: Run, scenario: str, cluster: Path, hosts: int, folder: Path) ->
     model, batch = SCENARIOS[scenario].build()
     fix = fixed(run.strategy, hosts, SCENARIOS[scenario].batch)
     try:
-        plan = autopar.plan(
-            model,
-            cluster,
-            example_inputs=batch,
-            optimizer="adamw",
-            fix=fixed(run.strategy, hosts, SCENARIOS[scenario].batch),
-        )
+        plan = autopar.plan(model, cluster, example_inputs=batch, optimizer="adamw", fix=fix)
     except autopar.AutoparError as error:
         if run.strategy == "autopar":
             raise
