@@ -16,8 +16,8 @@ from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.roles import parameter_like
 from autopar.suggest import did_you_mean
 
-_LARGE = 1 / 3
-"""Share of the forward operators above which a block that holds a row of blocks itself is cut there too."""
+_LARGE, _WHOLE = 1 / 8, 0.9
+"""Share of the operators above which a block is cut if it is a row of blocks itself; how much of it those must hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     the innermost modules that hold parameters. Operators of no block belong to the block running before them,
     those before the first block to the first.
     """
-    paths = _block_paths(graph)
-    running = _running(graph, paths)
-    members: dict[str, list[str]] = {}
-    for name, path in running.items():
-        members.setdefault(path, []).append(name)
-    return tuple(Unit(path, tuple(ops), _parameters(graph, ops)) for path, ops in members.items())
+    starts = _starts(graph, _block_paths(graph))
+    paths = sorted(starts, key=starts.__getitem__) or [""]
+    members: list[list[str]] = [[] for _ in paths]
+    for name, index in _forward_stages(graph, [[path] for path in paths]).items():
+        members[index].append(name)
+    return tuple(Unit(path, tuple(ops), _parameters(graph, ops)) for path, ops in zip(paths, members, strict=True))
 
 
 def stage_of(graph: Graph, blocks: Sequence[Sequence[str]]) -> Mapping[str, int]:
@@ -80,14 +80,14 @@ def too_many_stages(stages: int, found: Sequence[Unit]) -> InfeasibleError:
 def _block_paths(graph: Graph) -> tuple[str, ...]:
     holders = {path for op in graph.ops if op.kind == "parameter" for path in _holders(graph, op)}
     modules = [op.module for op in graph.ops if _runs(op)]
-    blocks = _rows(modules, holders, "")
+    blocks = _rows(graph, holders)
     if blocks:
         return tuple(blocks)
     used = {path for path in holders if any(_lies_in(module, path) for module in modules)}
     return tuple(sorted(path for path in used if not any(path != q and _lies_in(q, path) for q in used)))
 
 
-def _rows(modules: Sequence[str], holders: Iterable[str], below: str) -> list[str]:
+def _rows(graph: Graph, holders: Iterable[str], below: str = "") -> list[str]:
     """Return the children of the outermost module lists below a path; large ones are cut further where possible."""
     inside = [path for path in holders if _lies_in(path, below)]
     depth = len(below.split(".")) if below else 0
@@ -99,43 +99,47 @@ def _rows(modules: Sequence[str], holders: Iterable[str], below: str) -> list[st
                 rows.setdefault(".".join(parts[:at]), set()).add(".".join(parts[: at + 1]))
     rows = {row: children for row, children in rows.items() if len(children) > 1}
     outer = [row for row in rows if not any(row != r and _lies_in(row, r) for r in rows)]
+    forward = [op for op in graph.ops if _runs(op)]
     found: list[str] = []
     for child in sorted(child for row in outer for child in rows[row]):
-        own = sum(_lies_in(module, child) for module in modules)
-        if own:
-            inner = _rows(modules, inside, child) if own > _LARGE * len(modules) else []
-            found += inner or [child]
+        own = [op.module for op in forward if _lies_in(op.module, child)]
+        inner = _rows(graph, inside, child) if len(own) > _LARGE * len(forward) else []
+        covered = sum(any(_lies_in(module, block) for block in inner) for module in own)
+        whole = covered >= _WHOLE * len(own) and _is_row(graph, inner)
+        found += inner if inner and whole else [child] if own else []
     return found
 
 
-def _running(graph: Graph, paths: Sequence[str]) -> dict[str, str]:
-    """Return, for every forward operator, the block that runs at its time: the one that started last.
+def _is_row(graph: Graph, blocks: Sequence[str]) -> bool:
+    """Return whether blocks run one after the other, each on what the one before made; experts run side by side."""
+    starts = _starts(graph, blocks)
+    order = sorted(starts, key=starts.__getitem__)
+    return all(_feeds(graph, before, block) for before, block in pairwise(order))
 
-    A block starts at its first operator that computes with parameters: masks and views may be made far ahead.
-    """
-    if not paths:
-        return {op.name: "" for op in graph.ops if _runs(op)}
-    starts = _starts(graph, paths)
-    order = sorted((path for path in paths if path in starts), key=starts.__getitem__)
-    if not order:
-        return {op.name: "" for op in graph.ops if _runs(op)}
-    begins = {starts[path]: path for path in order}
-    current = order[0]
-    found = {}
+
+def _feeds(graph: Graph, before: str, block: str) -> bool:
+    reached: set[str] = set()
     for op in graph.ops:
         if _runs(op):
-            current = begins.get(graph.position[op.name], current) if op.name not in found else current
-            found[op.name] = current
-    return found
+            read = any(ref.op in reached for ref in op.refs)
+            if read and _lies_in(op.module, block):
+                return True
+            if read or (_lies_in(op.module, before) and op.name not in everywhere(graph)):
+                reached.add(op.name)
+    return False
 
 
 def _starts(graph: Graph, paths: Iterable[str]) -> dict[str, int]:
-    """Return the position at which each block first runs."""
+    """Return the position at which each block first runs: its first operator that computes with parameters.
+
+    Masks and views may be made far ahead.
+    """
     known = set(paths)
     shared = everywhere(graph)
+    visible = _visible(graph)
     found: dict[str, int] = {}
     for op in graph.ops:
-        if _runs(op) and op.name not in shared:
+        if _runs(op) and op.name in visible and op.name not in shared:
             path = _longest(op.module, known)
             if path is not None:
                 found.setdefault(path, graph.position[op.name])
@@ -204,17 +208,40 @@ def _shown(found: Sequence[Unit]) -> str:
 
 
 def _forward_stages(graph: Graph, blocks: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the stage of every forward operator: that of the block that runs at its time, the one that started last.
+
+    Operators that only backward reads (derivatives computed ahead) may come long after: they go by their module.
+    """
     stages = {path: stage for stage, paths in enumerate(blocks) for path in paths}
-    begins: dict[int, int] = {}
-    for path, at in _starts(graph, stages).items():
-        begins[at] = stages[path]
+    begins = {at: stages[path] for path, at in _starts(graph, stages).items()}
+    visible = _visible(graph)
     current = 0
     found: dict[str, int] = {}
     for op in graph.ops:
-        if _runs(op):
+        if _runs(op) and op.name in visible:
             current = max(current, begins.get(graph.position[op.name], current))
             found[op.name] = current
+    places = _places(graph, found)
+    shared = everywhere(graph)
+    for op in graph.ops:
+        if _runs(op) and op.name not in visible:
+            low = max((found.get(ref.op, 0) for ref in op.refs if ref.op not in shared), default=0)
+            own = places.get((op.module, op.source)) or places.get((op.module, None)) or frozenset()
+            found[op.name] = min((stage for stage in own if stage >= low), default=low)
     return found
+
+
+@once_per_graph
+def _visible(graph: Graph) -> frozenset[str]:
+    """Return what the program's outputs and the buffers' new values depend on."""
+    todo = [each.ref.op for each in graph.outputs if each.ref is not None and each.kind != "gradient"]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += [ref.op for ref in graph.by_name[name].refs]
+    return frozenset(found)
 
 
 def _add_backward(graph: Graph, found: dict[str, int]) -> None:
@@ -247,7 +274,7 @@ def _places(graph: Graph, found: Mapping[str, int]) -> dict[tuple[str, str | Non
     shared = everywhere(graph)
     places: dict[tuple[str, str | None], set[int]] = {}
     for op in graph.ops:
-        if _runs(op) and op.name not in shared:
+        if op.name in found and op.name not in shared:
             for key in ((op.module, op.source), (op.module, None)):
                 places.setdefault(key, set()).add(found[op.name])
     return {key: frozenset(stages) for key, stages in places.items()}

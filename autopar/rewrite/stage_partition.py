@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,7 +28,7 @@ from autopar.rewrite.partition import ancestors, crossing_values, early_cuts, is
 from autopar.rewrite.passes import run_passes
 from autopar.rewrite.programs import LAST
 from autopar.rewrite.stage_gradients import Gradient, finish_program, split_terms
-from autopar.rewrite.stage_homes import Home, Homes, is_dense, is_plain_view, shared_nodes
+from autopar.rewrite.stage_homes import Home, Homes, is_dense, shared_nodes
 from autopar.rewrite.stage_parcels import Parcel, copied_like
 from autopar.rewrite.stage_traffic import Program, Traffic, is_tangent
 from autopar.rewrite.staged import Combine, Item, StagedPrograms, StageProgram, Tie
@@ -281,13 +280,8 @@ class _Builder:
         self.takes += [Item("value", parcel.name) for parcel, _ in received]
         for (parcel, node), placeholder in zip(received, arrived, strict=True):
             self._copies[node] = parcel.restored(self.graph, placeholder, self._phase)
-        restrided = {self._copies[node] for parcel, node in received if parcel.copies}
         for node in sorted(program.nodes, key=order.__getitem__):
-            copy = self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
-            if is_plain_view(copy) and not restrided.isdisjoint(copy.all_input_nodes):
-                # What was a copy of a value with gaps may be a view of one without: passes must not take it for a copy.
-                restrided.add(copy)
-                copy.meta = {**copy.meta, "val": _value(copy)}
+            self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
 
     def _take(self, kind: str, node: fx.Node) -> None:
         self.takes.append(Item(kind, node.name))  # type: ignore[arg-type]
@@ -303,14 +297,14 @@ class _Builder:
         """Return what this stage keeps for its backward, and what others receive."""
         order = {node: place for place, node in enumerate(self._cut.gm.graph.nodes)}
         kept = () if self._phase == "backward" else sorted(self._program.kept, key=order.__getitem__)
+        sent = [Parcel.of(node) for node in sorted(self._program.sent, key=order.__getitem__)]
+        plain = {parcel.node for parcel in sent if parcel.is_plain}
         for node in kept:
-            self.give("value", node.name, node)
-        for node in sorted(self._program.sent, key=order.__getitem__):
-            parcel = Parcel.of(node)
-            if parcel.is_plain and node in kept:
-                continue
+            if node not in plain:
+                self.give("value", node.name, node)
+        for parcel in sent:
             self.gives.append(Item("value", parcel.name))
-            self._results.append(parcel.pack(self.graph, self._copies[node], self._phase))
+            self._results.append(parcel.pack(self.graph, self._copies[parcel.node], self._phase))
 
     def give_gradient(self, gradient: Gradient, term: fx.Node) -> None:
         """Return a gradient in memory of its own, strided as the program's own gradient is."""
@@ -332,12 +326,6 @@ class _Builder:
         self.graph.lint()
         run_passes(made, (*PHASE, *LAST))
         return made
-
-
-def _value(view: fx.Node) -> Any:
-    """Return what a view makes of the fake tensors it reads."""
-    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda each: each.meta["val"])
-    return view.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_part(value: torch.Tensor) -> bool:
