@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op, once_per_graph
-from autopar.ir.roles import parameter_like
+from autopar.ir.roles import is_view, parameter_like
 from autopar.suggest import did_you_mean
 
 _LARGE, _WHOLE = 1 / 8, 0.9
@@ -45,8 +45,11 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     starts = _starts(graph, _block_paths(graph))
     paths = sorted(starts, key=starts.__getitem__) or [""]
     members: list[list[str]] = [[] for _ in paths]
-    for name, index in _forward_stages(graph, [[path] for path in paths]).items():
-        members[index].append(name)
+    found = _forward_stages(graph, [[path] for path in paths])
+    _add_backward(graph, found)
+    for op in graph.ops:
+        if _runs(op):
+            members[found[op.name]].append(op.name)
     return tuple(Unit(path, tuple(ops), _parameters(graph, ops)) for path, ops in zip(paths, members, strict=True))
 
 
@@ -63,7 +66,7 @@ def stage_of(graph: Graph, blocks: Sequence[Sequence[str]]) -> Mapping[str, int]
     _check(graph, blocks)
     found = _forward_stages(graph, blocks)
     _add_backward(graph, found)
-    _add_starts(graph, found)
+    _add_starts(graph, blocks, found)
     return found
 
 
@@ -208,10 +211,7 @@ def _shown(found: Sequence[Unit]) -> str:
 
 
 def _forward_stages(graph: Graph, blocks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return the stage of every forward operator: that of the block that runs at its time, the one that started last.
-
-    Operators that only backward reads (derivatives computed ahead) may come long after: they go by their module.
-    """
+    """Return the stage of each operator that an output depends on: of the block running then, the last one to start."""
     stages = {path: stage for stage, paths in enumerate(blocks) for path in paths}
     begins = {at: stages[path] for path, at in _starts(graph, stages).items()}
     visible = _visible(graph)
@@ -221,13 +221,6 @@ def _forward_stages(graph: Graph, blocks: Sequence[Sequence[str]]) -> dict[str, 
         if _runs(op) and op.name in visible:
             current = max(current, begins.get(graph.position[op.name], current))
             found[op.name] = current
-    places = _places(graph, found)
-    shared = everywhere(graph)
-    for op in graph.ops:
-        if _runs(op) and op.name not in visible:
-            low = max((found.get(ref.op, 0) for ref in op.refs if ref.op not in shared), default=0)
-            own = places.get((op.module, op.source)) or places.get((op.module, None)) or frozenset()
-            found[op.name] = min((stage for stage in own if stage >= low), default=low)
     return found
 
 
@@ -244,55 +237,73 @@ def _visible(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
+@once_per_graph
+def _gradients(graph: Graph) -> frozenset[str]:
+    """Return what depends on a tangent."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind == "tangent" or any(ref.op in found for ref in op.refs):
+            found.add(op.name)
+    return frozenset(found)
+
+
 def _add_backward(graph: Graph, found: dict[str, int]) -> None:
-    """Add the backward operators: to their module's stage, so far as gradients then flow to earlier stages only."""
-    shared = everywhere(graph)
+    """Add the operators that no output depends on.
+
+    Gradients go to the stage of their module, so far as they then flow to earlier stages only. What depends on no
+    gradient (derivatives computed ahead, layers run again) goes there so far as it then flows to later stages only.
+    """
+    shared, gradients = everywhere(graph), _gradients(graph)
     last = max(found.values(), default=0)
     places, present = _places(graph, found), _present(graph, found)
     for op in graph.ops:
-        if op.kind != "call" or op.phase != "backward":
+        if op.kind != "call" or op.name in found:
             continue
-        reads = [graph.by_name[ref.op] for ref in op.refs]
-        own_values = [each for each in reads if each.name not in shared]
-        behind = [found[each.name] for each in own_values if each.phase == "backward"]
-        saved = [each.name for each in own_values if each.phase == "forward"]
-        high, low = min(behind, default=last), max((found[name] for name in saved), default=0)
         own = places.get((op.module, op.source)) or places.get((op.module, None)) or frozenset(range(last + 1))
-        if op.target == "aten.add.Tensor" and len(behind) > 1:
+        reads = [ref.op for ref in op.refs if ref.op not in shared]
+        saved = [name for name in reads if name not in gradients]
+        behind = [found[name] for name in reads if name in gradients]
+        low, high = max((found[name] for name in saved), default=0), min(behind, default=last)
+        fit = [stage for stage in own if low <= stage <= high]
+        if op.name not in gradients:
+            found[op.name] = min(fit, default=low)
+        elif op.target == "aten.add.Tensor" and len(behind) > 1:
             # Gradients of one value that several stages read: added up before they travel, not each sent by itself.
             found[op.name] = high
-            continue
-        fit = [stage for stage in own if low <= stage <= high]
-        # Where several fit, the last one that has all it reads of forward.
-        handy = [stage for stage in fit if all(stage in present[name] for name in saved)]
-        natural = max(handy) if handy else min(fit, default=max(low, *own))
-        found[op.name] = min(natural, high)
+        else:
+            # Where several fit, the last one that has all it reads of forward.
+            handy = [stage for stage in fit if all(stage in present.get(n, {found[n]}) for n in saved)]
+            found[op.name] = min(max(handy) if handy else min(fit, default=max(low, *own)), high)
 
 
 def _places(graph: Graph, found: Mapping[str, int]) -> dict[tuple[str, str | None], frozenset[int]]:
-    """Return the stages of the forward operators of each module and source line, and of each module."""
+    """Return the stages of the forward operators of each module and source line, and of each module.
+
+    Views count where there is nothing else: they may stand far from what they belong to.
+    """
     shared = everywhere(graph)
-    places: dict[tuple[str, str | None], set[int]] = {}
+    places: dict[bool, dict[tuple[str, str | None], set[int]]] = {True: {}, False: {}}
     for op in graph.ops:
         if op.name in found and op.name not in shared:
             for key in ((op.module, op.source), (op.module, None)):
-                places.setdefault(key, set()).add(found[op.name])
-    return {key: frozenset(stages) for key, stages in places.items()}
+                places[is_view(op)].setdefault(key, set()).add(found[op.name])
+    return {key: frozenset(stages) for key, stages in {**places[True], **places[False]}.items()}
 
 
 def _present(graph: Graph, found: Mapping[str, int]) -> dict[str, set[int]]:
     """Return, for each forward operator, the stages whose forward makes or reads its value."""
-    present = {op.name: {found[op.name]} for op in graph.ops if _runs(op)}
+    present = {name: {stage} for name, stage in found.items()}
     for op in graph.ops:
-        if _runs(op):
+        if op.name in found:
             for ref in op.refs:
                 present.setdefault(ref.op, set()).add(found[op.name])
     return present
 
 
-def _add_starts(graph: Graph, found: dict[str, int]) -> None:
-    """Add what programs start from, each to the first stage that reads it; tangents to the last."""
+def _add_starts(graph: Graph, blocks: Sequence[Sequence[str]], found: dict[str, int]) -> None:
+    """Add what programs start from: to the first stage that reads it; tangents to the last; what is unread by path."""
     views = parameter_like(graph)
+    stages_of_paths = {path: stage for stage, paths in enumerate(blocks) for path in paths}
     first: dict[str, int] = {}
     for op in reversed(graph.ops):
         users = graph.users[op.name]
@@ -307,7 +318,8 @@ def _add_starts(graph: Graph, found: dict[str, int]) -> None:
         elif op.kind == "call":
             first[op.name] = found[op.name]
         if op.kind not in {"call", "tangent"}:
-            found[op.name] = first.get(op.name, 0)
+            path = _longest(op.target.rpartition(".")[0], set(stages_of_paths))
+            found[op.name] = first.get(op.name, stages_of_paths.get(path or "", 0))
 
 
 def _parameters(graph: Graph, ops: Sequence[str]) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ from autopar.rewrite.programs import LAST
 from autopar.rewrite.stage_gradients import Gradient, finish_program, split_terms
 from autopar.rewrite.stage_homes import Home, Homes, is_dense, shared_nodes
 from autopar.rewrite.stage_parcels import Parcel, copied_like
+from autopar.rewrite.stage_repeats import read_forward
+from autopar.rewrite.stage_split import halves_of
 from autopar.rewrite.stage_traffic import Program, Traffic, is_tangent
 from autopar.rewrite.staged import Combine, Item, StagedPrograms, StageProgram, Tie
 
@@ -43,6 +45,7 @@ def rewrite_stages(
     stages: Collection[int],
     *,
     split: Collection[str] = (),
+    split_backward: bool = False,
     device: str = "cpu",
 ) -> StagedPrograms:
     """Return the programs of `rank` (of its stage's mesh) for some of the stages of a pipeline, of one micro-batch.
@@ -52,7 +55,9 @@ def rewrite_stages(
         InfeasibleError: the program cannot be cut so.
     """
     gm, totals = localised(joint, graph, decisions, rank, split=split, device=device)
-    made = stage_programs(gm, graph, squeeze(decisions), stage_of, stages, device=device)
+    made = stage_programs(
+        gm, graph, squeeze(decisions), stage_of, stages, split_backward=split_backward, device=device
+    )
     in_time = decisions.outputs_in_time
     return replace(
         made,
@@ -79,15 +84,18 @@ def stage_programs(
     stage_of: Mapping[str, int],
     stages: Collection[int],
     *,
+    split_backward: bool = False,
     device: str = "cpu",
 ) -> StagedPrograms:
     """Return the programs of `stages`, from the local program of one rank, which is edited.
+
+    With `split_backward`, weight gradients that no other stage waits for are a program of their own.
 
     Raises:
         InfeasibleError: a buffer gets its new value on another stage than the one that reads it first.
         RewriteError: a value would have to go back in time.
     """
-    return _Cut(gm, graph, decisions, stage_of, device).programs(stages)
+    return _Cut(gm, graph, decisions, stage_of, split_backward, device).programs(stages)
 
 
 @dataclass
@@ -96,6 +104,9 @@ class _Cut:
     graph: Graph
     decisions: Decisions
     stage_of: Mapping[str, int]
+    split: bool
+    """Whether weight gradients are a program of their own."""
+
     device: str
 
     results: dict[str, dict[str, fx.Node]] = field(init=False)
@@ -134,6 +145,8 @@ class _Cut:
         bases = [each.base for each in self.gradients]
         needed, early = ancestors([*visible, *bases]), ancestors(visible)
         forward = {node for node in needed if node in early or is_forward(node, tangents)} | set(starts)
+        forward |= read_forward(graph, needed, forward, self._shared()[0], self.stage_of)
+        needed = ancestors([*visible, *bases])
         forward |= early_cuts(graph, needed, forward)
         late = [node for node in graph.nodes if node in needed and node not in forward and node.op != "placeholder"]
         forward |= set(own_memory(graph, crossing_values(late, bases, forward), starts, self._mutated))
@@ -230,11 +243,19 @@ class _Cut:
                 if node in early.results:
                     forward.give(kind, name, node)
         forward.give_values()
-        backward = _Builder(self, late)
+        terms = {name: term[stage] for name, term in self.terms.items() if stage in term}
+        halves = halves_of(late, terms) if self.split else None
+        first, second, between = halves or (late, None, ())
+        backward = _Builder(self, first)
         backward.give_values()
-        here = [each for each in self.gradients if stage in self.terms[each.name]]
+        for node in between:
+            if not (node in first.sent and Parcel.of(node).is_plain):
+                backward.give("value", node.name, node)
+        weights = None if second is None else _Builder(self, second)
+        here = [each for each in self.gradients if each.name in terms]
         for each in here:
-            backward.give_gradient(each, self.terms[each.name][stage])
+            later = weights is not None and second is not None and terms[each.name] in second.nodes
+            (weights if weights is not None and later else backward).give_gradient(each, terms[each.name])
         zeros = [each for each in self.gradients if stage in self.holders[each.name] and each not in here]
         finish = None
         if here or zeros:
@@ -247,6 +268,9 @@ class _Cut:
             backward=backward.build() if backward.gives else None,
             backward_takes=tuple(backward.takes) if backward.gives else (),
             backward_gives=tuple(backward.gives),
+            weights=None if weights is None else weights.build(),
+            weights_takes=() if weights is None else tuple(weights.takes),
+            weights_gives=() if weights is None else tuple(weights.gives),
             finish=finish,
             finish_takes=tuple(each.name for each in here),
             finish_gives=tuple(each.name for each in (*here, *zeros)),
