@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op, once_per_graph
@@ -267,13 +268,22 @@ def _add_backward(graph: Graph, found: dict[str, int]) -> None:
         fit = [stage for stage in own if low <= stage <= high]
         if op.name not in gradients:
             found[op.name] = min(fit, default=low)
-        elif op.target == "aten.add.Tensor" and len(behind) > 1:
-            # Gradients of one value that several stages read: added up before they travel, not each sent by itself.
+        elif (op.target == "aten.add.Tensor" and len(behind) > 1) or _takes_part(graph, op):
+            # What makes less of what it reads runs before that travels: the gradients that several stages have of one
+            # value are added up, not each sent by itself.
             found[op.name] = high
         else:
             # Where several fit, the last one that has all it reads of forward.
             handy = [stage for stage in fit if all(stage in present.get(n, {found[n]}) for n in saved)]
             found[op.name] = min(max(handy) if handy else min(fit, default=max(low, *own)), high)
+
+
+def _takes_part(graph: Graph, op: Op) -> bool:
+    """Return whether an operator only takes a part of the one value that it reads."""
+    if not is_view(op) or len(op.refs) != 1:
+        return False
+    made = sum(prod(meta.shape) for meta in op.outputs if meta is not None)
+    return made < prod(graph.meta(op.refs[0]).shape)
 
 
 def _places(graph: Graph, found: Mapping[str, int]) -> dict[tuple[str, str | None], frozenset[int]]:
