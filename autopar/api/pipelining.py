@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
+from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.cuts import Cut, NoCut, find_cuts, pipeline_costs
 from autopar.search.stages import Boundary, Unit
 from autopar.simulate.engine import simulate
@@ -165,34 +166,38 @@ class _Blocks:
     def units(self) -> list[Unit]:
         """Return what each block costs."""
         count = len(self.paths)
-        seconds = {phase: [0.0] * count for phase in ("forward", "backward")}
-        behind = {phase: [0.0] * count for phase in ("forward", "backward")}
+        seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
+        behind = {part: [0.0] * count for part in seconds}
+        apart = weight_gradients(self.graph, self.of)
         temporary = [0.0] * count
         known: dict[str, float] = {}
         for op in self.graph.ops:
             rep = self.graph.representative(op.name)
             if rep not in known:
                 known[rep] = self.outcome.seconds(rep)
-            seconds[op.phase][self.of[op.name]] += known[rep]
+            seconds["weights" if op.name in apart else op.phase][self.of[op.name]] += known[rep]
             made = self._bytes(op)
             temporary[self.of[op.name]] = max(temporary[self.of[op.name]], 2 * made if op.kind == "call" else 0.0)
         for issued in self.outcome.messages():
             if not issued.finishes:
+                late = bool(issued.readers) and apart.issuperset(issued.readers)
+                part = "weights" if late else issued.phase
                 hidden = self._hidden_s(issued)
-                seconds[issued.phase][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
-                behind[issued.phase][self.of[issued.at]] += hidden
+                seconds[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
+                behind[part][self.of[issued.at]] += hidden
         # A block's gathers run behind the block before it, which is about as long.
-        for phase, found in seconds.items():
-            seconds[phase] = [max(pair) for pair in zip(found, behind[phase], strict=True)]
+        for part, found in seconds.items():
+            seconds[part] = [max(pair) for pair in zip(found, behind[part], strict=True)]
         static = self._static
-        saved = self._saved()
+        saved, kept = self._saved(apart)
         return [
             Unit(
                 forward_s=seconds["forward"][at],
                 input_gradient_s=seconds["backward"][at],
-                weight_gradient_s=0.0,
+                weight_gradient_s=seconds["weights"][at],
                 static_bytes=round(sum(static[at])),
                 activation_bytes=round(saved[at]),
+                kept_bytes=round(kept[at]),
                 temporary_bytes=round(temporary[at]),
             )
             for at in range(count)
@@ -234,17 +239,27 @@ class _Blocks:
                 found[at] = (p + self._bytes(op), g + gradient, s + state)
         return found
 
-    def _saved(self) -> list[float]:
-        """Return the bytes that each block saves for backward."""
-        found = [0.0] * len(self.paths)
+    def _saved(self, apart: Collection[str]) -> tuple[list[float], list[float]]:
+        """Return the bytes that each block saves for backward, and those that wait for its weight gradients `apart`.
+
+        The latter are of forward or of the input gradients.
+        """
+        saved, kept = [0.0] * len(self.paths), [0.0] * len(self.paths)
+        base = base_of(self.graph)
+        awaited = {base[ref.op, ref.index] for name in apart for ref in self.graph.by_name[name].refs}
         for life in lives(self.graph):
             op = self.graph.by_name[life.op]
-            late = life.last < len(self.graph.ops) and self.graph.ops[life.last].phase == "backward"
             meta = op.outputs[life.index]
-            if op.kind == "call" and op.phase == "forward" and late and meta is not None:
-                layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
-                found[self.of[op.name]] += local_bytes(meta, layout, self.outcome.links.sizes)
-        return found
+            if op.kind != "call" or meta is None:
+                continue
+            layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
+            held = local_bytes(meta, layout, self.outcome.links.sizes)
+            late = life.last < len(self.graph.ops) and self.graph.ops[life.last].phase == "backward"
+            if op.phase == "forward" and late:
+                saved[self.of[op.name]] += held
+            if (op.name, life.index) in awaited and op.name not in apart:
+                kept[self.of[op.name]] += held
+        return saved, kept
 
     @cached_property
     def boundaries(self) -> list[Boundary]:

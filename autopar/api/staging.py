@@ -64,7 +64,10 @@ def staged_program(
     else:
         homes = dict.fromkeys((op.name for op in graph.ops), 0)
     mine = [stage for stage, at in enumerate(schedule.rank_of) if at == index]
-    staged = rewrite_stages(captured.joint, graph, decisions, inner, homes, mine, split=split, device=device)
+    halved = any(action.kind == "W" for row in schedule.actions for action in row)
+    staged = rewrite_stages(
+        captured.joint, graph, decisions, inner, homes, mine, split=split, split_backward=halved, device=device
+    )
     skips = {(each.source, each.target) for each in staged.transfers if each.target > each.source + 1}
     check(schedule, skips=sorted(skips))  # before anything is sent
     brought = split_inputs(graph, mesh, split)

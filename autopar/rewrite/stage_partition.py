@@ -22,6 +22,7 @@ from autopar.ir.graph import Graph, Output
 from autopar.ir.placement import Partial, Placement, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
+from autopar.ir.weight_gradients import weight_gradients
 from autopar.rewrite.local import PHASE, localised
 from autopar.rewrite.marks import mark
 from autopar.rewrite.partition import ancestors, crossing_values, early_cuts, is_forward, own_memory
@@ -55,9 +56,7 @@ def rewrite_stages(
         InfeasibleError: the program cannot be cut so.
     """
     gm, totals = localised(joint, graph, decisions, rank, split=split, device=device)
-    made = stage_programs(
-        gm, graph, squeeze(decisions), stage_of, stages, split_backward=split_backward, device=device
-    )
+    made = stage_programs(gm, graph, squeeze(decisions), stage_of, stages, split_backward=split_backward, device=device)
     in_time = decisions.outputs_in_time
     return replace(
         made,
@@ -244,7 +243,7 @@ class _Cut:
                     forward.give(kind, name, node)
         forward.give_values()
         terms = {name: term[stage] for name, term in self.terms.items() if stage in term}
-        halves = halves_of(late, terms) if self.split else None
+        halves = halves_of(late, terms, weight_gradients(self.graph, self.stage_of)) if self.split else None
         first, second, between = halves or (late, None, ())
         backward = _Builder(self, first)
         backward.give_values()

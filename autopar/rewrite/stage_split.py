@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import fx
 
+from autopar.rewrite.marks import mark
+from autopar.rewrite.stage_homes import is_move
 from autopar.rewrite.stage_traffic import Program
 
 
-def halves_of(late: Program, terms: Mapping[str, fx.Node]) -> tuple[Program, Program, tuple[fx.Node, ...]] | None:
+def halves_of(
+    late: Program, terms: Mapping[str, fx.Node], apart: Collection[str]
+) -> tuple[Program, Program, tuple[fx.Node, ...]] | None:
     """Return the input-gradient and the weight-gradient half, and the values that go from one to the other.
 
-    The latter half is all that no sent value depends on; where nothing is sent, what one gradient of `terms` alone
-    depends on. `None` if there is no such half.
+    The latter half are the nodes of the operators `apart`, with what is there for them alone: redistributions, and
+    what the stage makes for itself. `None` if there is no such half.
     """
     order = sorted(late.nodes)
-    second = _after_sent(late, order) if late.sent else _of_one(order, terms)
-    for node in order:
-        if node.target is operator.getitem and node.args[0] not in second:
-            second.discard(node)
-    first = late.nodes - second
-    if not second or not first:
+    second = _second(late, order, set(terms.values()), apart)
+    if not second:
         return None
+    first = late.nodes - second
     between = tuple(node for node in order if node in first and any(user in second for user in node.users))
     passed = [node for node in (*late.sent, *terms.values()) if node not in late.nodes]
     early, rest = _part(late, first, passed), _part(late, second, ())
@@ -32,23 +32,20 @@ def halves_of(late: Program, terms: Mapping[str, fx.Node]) -> tuple[Program, Pro
     return replace(early, sent=late.sent), replace(rest, kept=kept), between
 
 
-def _after_sent(late: Program, order: Iterable[fx.Node]) -> set[fx.Node]:
-    needed: set[fx.Node] = set()
-    todo = [node for node in late.sent if node in late.nodes]
-    while todo:
-        node = todo.pop()
-        if node not in needed:
-            needed.add(node)
-            todo += [each for each in node.all_input_nodes if each in late.nodes]
-    return {node for node in order if node not in needed and node.op == "call_function"}
-
-
-def _of_one(order: list[fx.Node], terms: Mapping[str, fx.Node]) -> set[fx.Node]:
-    reached: dict[fx.Node, set[str]] = {}
+def _second(late: Program, order: list[fx.Node], terms: Collection[fx.Node], apart: Collection[str]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
     for node in reversed(order):
-        own = {name for name, term in terms.items() if term is node}
-        reached[node] = own.union(*(reached[user] for user in node.users if user in reached))
-    return {node for node in order if len(reached[node]) <= 1 and node.op == "call_function"}
+        users = [user for user in node.users if user in late.nodes]
+        wanted = mark(node).origin in apart or is_move(node) or node in late.local
+        if (
+            node.op == "call_function"
+            and wanted
+            and node not in late.sent
+            and (users or node in terms)
+            and found.issuperset(users)
+        ):
+            found.add(node)
+    return found
 
 
 def _part(late: Program, nodes: set[fx.Node], passed: Collection[fx.Node]) -> Program:

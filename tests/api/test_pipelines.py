@@ -44,6 +44,18 @@ class Layers(nn.Module):
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Mean(nn.Module):
+    """The mean square of what a model makes, as its loss."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return self.body(x).square().mean()
+
+
 def layers() -> tuple[nn.Module, Any]:
     torch.manual_seed(2)
     ids, labels = torch.randint(0, 16, (2, 12, 6))
@@ -90,6 +102,10 @@ def train(_rank: int, name: str, fix: dict[str, Any]) -> tuple[list[float], list
         ("layers", {"microbatch": 4}),
         ("layers", {"microbatch": 2, "schedule": "gpipe"}),
         ("layers", {"microbatch": 3, "interleave": 2}),
+        ("layers", {"microbatch": 2, "schedule": "zb_h1"}),
+        ("layers", {"microbatch": 3, "schedule": "zbv"}),
+        ("layers", {"microbatch": 12, "schedule": "zbv"}),
+        ("weighted", {"microbatch": 2, "schedule": "zb_h1"}),
         ("mlp", {"microbatch": 2}),
         ("tied", {"microbatch": 1}),
         ("weighted", {"microbatch": 2}),
@@ -121,6 +137,28 @@ def test_a_plan_says_its_stages_and_survives_the_file():
     assert total == pytest.approx(plan.estimates.step_time_s, rel=0.2)
     assert parts.bubble_s > 0
     assert from_json(to_json(plan)) == plan
+
+
+def test_zero_bubble_is_predicted_faster_than_1f1b_in_memory_of_the_same_order():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)), nn.Linear(4096, 1))
+        batch = (torch.empty(16 * 2048, 4096),)
+    model = Mean(model)
+
+    plans = {
+        name: autopar.plan(
+            model, "h100-sxm-80gb:4", example_inputs=batch, fix={"pp": 4, "microbatch": 2048, "schedule": name}
+        ).estimates
+        for name in ("1f1b", "zb_h1", "zbv")
+    }
+
+    steps = {name: each.step_time_s for name, each in plans.items()}
+    assert steps["zb_h1"] < steps["1f1b"]
+    assert plans["zb_h1"].breakdown.bubble_s < plans["1f1b"].breakdown.bubble_s / 2
+    static = plans["1f1b"].memory.total - plans["1f1b"].memory.activations
+    held = {name: max(stage.peak_memory_bytes for stage in each.per_stage) - static for name, each in plans.items()}
+    assert held["zb_h1"] <= 2 * held["1f1b"]
+    assert held["zbv"] <= 2 * held["1f1b"]
 
 
 @pytest.mark.parametrize(

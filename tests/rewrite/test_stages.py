@@ -11,7 +11,9 @@ from autopar.api import plan_captured
 from autopar.capture.recompute import recomputed
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
-from autopar.ir.stages import units
+from autopar.ir.roles import is_view
+from autopar.ir.stages import stage_of, units
+from autopar.ir.weight_gradients import weight_gradients
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from autopar.rewrite.staged import Item
@@ -76,18 +78,23 @@ def test_with_weight_gradients_apart_results_are_the_same(name: str, wholes):
     require_equal(pipeline, want)
     for program in pipeline.programs[0].stages.values():
         assert {item.kind for item in program.weights_gives} <= {"gradient"}
-        products = [node for node in program.backward.graph.nodes if "mm" in str(node.target)]
-        assert program.weights is not None or not products
 
 
-def test_a_stage_that_sends_gradients_multiplies_for_weights_afterwards(wholes):
-    whole, _ = wholes["plain"]
+@pytest.mark.parametrize("name", ["plain", "tied", "translator", "vision"])
+def test_the_operators_priced_as_weight_gradients_are_those_that_run_apart(name: str, wholes):
+    whole, _ = wholes[name]
+    graph = whole.captured.graph
+    priced = weight_gradients(graph, stage_of(graph, evenly(whole, 3)))
 
-    pipeline = cut(whole, 3, split_backward=True)
+    stages = cut(whole, 3, split_backward=True).programs[0].stages.values()
 
-    last = pipeline.programs[0].stages[2]
-    assert [str(node.target) for node in last.backward.graph.nodes if "mm" in str(node.target)] == ["aten.mm.default"]
-    assert [str(node.target) for node in last.weights.graph.nodes if "mm" in str(node.target)] == ["aten.mm.default"]
+    before, apart = (
+        {node.name for gm in gms if gm for node in gm.graph.nodes if node.op == "call_function"}
+        for gms in ([stage.backward for stage in stages], [stage.weights for stage in stages])
+    )
+    backward = {op.name for op in graph.ops if op.phase == "backward" and not is_view(op)}
+    assert apart & backward == priced & backward & (before | apart)
+    assert {name for name in priced if graph.by_name[name].target == "aten.mm.default"} <= apart
 
 
 @pytest.mark.parametrize("blocks", [[["encoder.0"], ["encoder.1"]], [["encoder.0.attention"], ["encoder.0.mlp"]]])
