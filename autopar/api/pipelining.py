@@ -12,6 +12,7 @@ from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Issued, Outcome
 from autopar.ir import stages as blocks
 from autopar.ir.graph import Graph, Op
+from autopar.ir.pipeline import PipelineCosts
 from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
@@ -46,6 +47,7 @@ class Pipelined:
     stages: tuple[tuple[str, ...], ...]
     """Paths of the blocks of each stage."""
 
+    costs: PipelineCosts
     timeline: Timeline
     finish_s: tuple[float, ...]
     """Of each pipeline rank, after the last micro-batch: reduction of gradients, and optimizer."""
@@ -117,8 +119,15 @@ class Pipelined:
                     index=stage,
                     step_time_s=sum(e.end_s - e.start_s for e in ranks[rank].events if e.action.stage == stage),
                     peak_memory_bytes=self.rank_bytes[rank],
+                    forward_s=cost.forward_s,
+                    input_gradient_s=cost.input_gradient_s,
+                    weight_gradient_s=cost.weight_gradient_s,
+                    send_forward_s=edge.forward_s if edge else 0.0,
+                    send_backward_s=edge.backward_s if edge else 0.0,
                 )
-                for stage, rank in enumerate(self.schedule.rank_of)
+                for stage, (rank, cost, edge) in enumerate(
+                    zip(self.schedule.rank_of, self.costs.stages, (*self.costs.edges, None), strict=True)
+                )
             ),
             sources={**whole.sources, "bubble_s": "autopar.simulate: timeline of the schedule on the stages' costs"},
         )
@@ -310,7 +319,8 @@ class _Blocks:
 
     def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
         """Return a cut with its simulated timeline."""
-        timeline = simulate(schedule, pipeline_costs(self.units, self.boundaries, schedule, cut.first_units))
+        costs = pipeline_costs(self.units, self.boundaries, schedule, cut.first_units)
+        timeline = simulate(schedule, costs)
         stops = (*cut.first_units[1:], len(self.paths))
         runs = [range(first, stop) for first, stop in zip(cut.first_units, stops, strict=True)]
         mine: dict[int, list[int]] = defaultdict(list)
@@ -329,6 +339,7 @@ class _Blocks:
             wanted=wanted,
             schedule=schedule,
             stages=tuple(tuple(self.paths[at] for at in run) for run in runs),
+            costs=costs,
             timeline=timeline,
             finish_s=finish,
             optimizer_s=max(spent),

@@ -118,8 +118,7 @@ class _Cut:
         for each, node in zip(self.graph.outputs, output.args[0], strict=True):
             if node is not None:
                 self.results[each.kind][each.name] = node
-        targets = {op.name: op.target for op in self.graph.ops}
-        self.gradients = [Gradient.of(name, targets[name], node) for name, node in self.results["gradient"].items()]
+        self.gradients = self._gradients()
         self.homes = self._homes()
         self.terms = split_terms(self.gm.graph, self.gradients, self.homes)
         self.homes.check()
@@ -128,6 +127,15 @@ class _Cut:
         )
         self._mutate_everywhere()
         self.holders = self._holders()
+
+    def _gradients(self) -> list[Gradient]:
+        """Return all gradients; those of inputs are brought to their place in backward, a micro-batch's rows a time."""
+        found = []
+        for name, node in self.results["gradient"].items():
+            op = self.graph.by_name[name]
+            of_parameter = op.kind == "parameter"
+            found.append(Gradient.of(name, op.target, node) if of_parameter else Gradient(name, op.target, node, ()))
+        return found
 
     @property
     def _mutated(self) -> Collection[str]:
@@ -149,7 +157,7 @@ class _Cut:
         forward |= early_cuts(graph, needed, forward)
         late = [node for node in graph.nodes if node in needed and node not in forward and node.op != "placeholder"]
         forward |= set(own_memory(graph, crossing_values(late, bases, forward), starts, self._mutated))
-        self.gradients = [Gradient.of(g.name, g.target, self.results["gradient"][g.name]) for g in self.gradients]
+        self.gradients = self._gradients()
         bases = [each.base for each in self.gradients]
         needed = ancestors([*visible, *bases])
         shared, pinned = self._shared()
@@ -255,10 +263,12 @@ class _Cut:
         for each in here:
             later = weights is not None and second is not None and terms[each.name] in second.nodes
             (weights if weights is not None and later else backward).give_gradient(each, terms[each.name])
-        zeros = [each for each in self.gradients if stage in self.holders[each.name] and each not in here]
+        parameters = [each for each in self.gradients if self.graph.by_name[each.name].kind == "parameter"]
+        summed = [each for each in parameters if each in here]
+        zeros = [each for each in parameters if stage in self.holders[each.name] and each not in here]
         finish = None
-        if here or zeros:
-            finish = finish_program(self.gm, here, zeros, self.decisions.buckets, self.device)
+        if summed or zeros:
+            finish = finish_program(self.gm, summed, zeros, self.decisions.buckets, self.device)
         return StageProgram(
             stage=stage,
             forward=forward.build(),
@@ -271,8 +281,8 @@ class _Cut:
             weights_takes=() if weights is None else tuple(weights.takes),
             weights_gives=() if weights is None else tuple(weights.gives),
             finish=finish,
-            finish_takes=tuple(each.name for each in here),
-            finish_gives=tuple(each.name for each in (*here, *zeros)),
+            finish_takes=tuple(each.name for each in summed),
+            finish_gives=tuple(each.name for each in (*summed, *zeros)),
         )
 
 
