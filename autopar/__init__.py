@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     )
     from autopar.ir.plan import Plan
     from autopar.options import PlanOptions
+    from autopar.runtime.clipping import clip_grad_norm_
     from cost_models.cluster import ClusterSpec
 
 _HOME = {
+    "clip_grad_norm_": "autopar.runtime.clipping",
     "compile": "autopar.api",
     "input_part": "autopar.api",
     "plan": "autopar.api",
@@ -60,6 +62,7 @@ __all__ = [
     "UnknownOperatorError",
     "UsageError",
     "__version__",
+    "clip_grad_norm_",
     "compile",
     "input_part",
     "plan",

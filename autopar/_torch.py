@@ -170,3 +170,17 @@ def group_timeout(device: torch.device) -> timedelta | None:
     options = getattr(world._get_backend(device), "options", None)
     found = getattr(options, "_timeout", None)
     return found if isinstance(found, timedelta) else None
+
+
+def default_store() -> Any:
+    """Return the store by which the ranks of the default process group found one another.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    try:
+        return _get_default_store()
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error

@@ -15,7 +15,7 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.api import Cluster, captured_for, plan_captured, read_cluster
 from autopar.api.planning import Planner, Program
-from autopar.api.staging import depth, evaluated, is_staged, staged_program
+from autopar.api.staging import Budget, depth, evaluated, is_staged, staged_program
 from autopar.api.stale import require_fresh
 from autopar.capture import Captured, batch_size
 from autopar.capture.recompute import recomputed
@@ -245,7 +245,12 @@ class Job:
                 captured = recomputed(captured)
             if is_staged(decisions):
                 return staged_program(
-                    captured, decisions, self.ranks.rank, split=self._split, device=self.ranks.device.type
+                    captured,
+                    decisions,
+                    self.ranks.rank,
+                    split=self._split,
+                    device=self.ranks.device.type,
+                    budget=_budget(plan) if training and grad else None,
                 )
             programs = rewrite(
                 captured.joint,
@@ -285,6 +290,12 @@ class Job:
                 found = Planner(program, spec, options, Silent()).follow(plan.decisions)
         shared: Decisions = self.ranks.from_first(found)
         return shared
+
+
+def _budget(plan: Plan) -> Budget:
+    """Return what a rank may hold by the plan."""
+    estimates = plan.estimates
+    return Budget(estimates.memory_budget_bytes, estimates.memory.reserved, plan.workload.optimizer)
 
 
 def _as_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,9 +12,11 @@ from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Issued, Outcome
 from autopar.ir import stages as blocks
 from autopar.ir.graph import Graph, Op
+from autopar.ir.pipeline import PipelineCosts
 from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
+from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.cuts import Cut, NoCut, find_cuts, pipeline_costs
 from autopar.search.stages import Boundary, Unit
 from autopar.simulate.engine import simulate
@@ -45,6 +47,7 @@ class Pipelined:
     stages: tuple[tuple[str, ...], ...]
     """Paths of the blocks of each stage."""
 
+    costs: PipelineCosts
     timeline: Timeline
     finish_s: tuple[float, ...]
     """Of each pipeline rank, after the last micro-batch: reduction of gradients, and optimizer."""
@@ -116,8 +119,15 @@ class Pipelined:
                     index=stage,
                     step_time_s=sum(e.end_s - e.start_s for e in ranks[rank].events if e.action.stage == stage),
                     peak_memory_bytes=self.rank_bytes[rank],
+                    forward_s=cost.forward_s,
+                    input_gradient_s=cost.input_gradient_s,
+                    weight_gradient_s=cost.weight_gradient_s,
+                    send_forward_s=edge.forward_s if edge else 0.0,
+                    send_backward_s=edge.backward_s if edge else 0.0,
                 )
-                for stage, rank in enumerate(self.schedule.rank_of)
+                for stage, (rank, cost, edge) in enumerate(
+                    zip(self.schedule.rank_of, self.costs.stages, (*self.costs.edges, None), strict=True)
+                )
             ),
             sources={**whole.sources, "bubble_s": "autopar.simulate: timeline of the schedule on the stages' costs"},
         )
@@ -165,34 +175,38 @@ class _Blocks:
     def units(self) -> list[Unit]:
         """Return what each block costs."""
         count = len(self.paths)
-        seconds = {phase: [0.0] * count for phase in ("forward", "backward")}
-        behind = {phase: [0.0] * count for phase in ("forward", "backward")}
+        seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
+        behind = {part: [0.0] * count for part in seconds}
+        apart = weight_gradients(self.graph, self.of)
         temporary = [0.0] * count
         known: dict[str, float] = {}
         for op in self.graph.ops:
             rep = self.graph.representative(op.name)
             if rep not in known:
                 known[rep] = self.outcome.seconds(rep)
-            seconds[op.phase][self.of[op.name]] += known[rep]
+            seconds["weights" if op.name in apart else op.phase][self.of[op.name]] += known[rep]
             made = self._bytes(op)
             temporary[self.of[op.name]] = max(temporary[self.of[op.name]], 2 * made if op.kind == "call" else 0.0)
         for issued in self.outcome.messages():
             if not issued.finishes:
+                late = bool(issued.readers) and apart.issuperset(issued.readers)
+                part = "weights" if late else issued.phase
                 hidden = self._hidden_s(issued)
-                seconds[issued.phase][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
-                behind[issued.phase][self.of[issued.at]] += hidden
+                seconds[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
+                behind[part][self.of[issued.at]] += hidden
         # A block's gathers run behind the block before it, which is about as long.
-        for phase, found in seconds.items():
-            seconds[phase] = [max(pair) for pair in zip(found, behind[phase], strict=True)]
+        for part, found in seconds.items():
+            seconds[part] = [max(pair) for pair in zip(found, behind[part], strict=True)]
         static = self._static
-        saved = self._saved()
+        saved, kept = self._saved(apart)
         return [
             Unit(
                 forward_s=seconds["forward"][at],
                 input_gradient_s=seconds["backward"][at],
-                weight_gradient_s=0.0,
+                weight_gradient_s=seconds["weights"][at],
                 static_bytes=round(sum(static[at])),
                 activation_bytes=round(saved[at]),
+                kept_bytes=round(kept[at]),
                 temporary_bytes=round(temporary[at]),
             )
             for at in range(count)
@@ -234,17 +248,27 @@ class _Blocks:
                 found[at] = (p + self._bytes(op), g + gradient, s + state)
         return found
 
-    def _saved(self) -> list[float]:
-        """Return the bytes that each block saves for backward."""
-        found = [0.0] * len(self.paths)
+    def _saved(self, apart: Collection[str]) -> tuple[list[float], list[float]]:
+        """Return the bytes that each block saves for backward, and those that wait for its weight gradients `apart`.
+
+        The latter are of forward or of the input gradients.
+        """
+        saved, kept = [0.0] * len(self.paths), [0.0] * len(self.paths)
+        base = base_of(self.graph)
+        awaited = {base[ref.op, ref.index] for name in apart for ref in self.graph.by_name[name].refs}
         for life in lives(self.graph):
             op = self.graph.by_name[life.op]
-            late = life.last < len(self.graph.ops) and self.graph.ops[life.last].phase == "backward"
             meta = op.outputs[life.index]
-            if op.kind == "call" and op.phase == "forward" and late and meta is not None:
-                layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
-                found[self.of[op.name]] += local_bytes(meta, layout, self.outcome.links.sizes)
-        return found
+            if op.kind != "call" or meta is None:
+                continue
+            layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
+            held = local_bytes(meta, layout, self.outcome.links.sizes)
+            late = life.last < len(self.graph.ops) and self.graph.ops[life.last].phase == "backward"
+            if op.phase == "forward" and late:
+                saved[self.of[op.name]] += held
+            if (op.name, life.index) in awaited and op.name not in apart:
+                kept[self.of[op.name]] += held
+        return saved, kept
 
     @cached_property
     def boundaries(self) -> list[Boundary]:
@@ -295,7 +319,8 @@ class _Blocks:
 
     def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
         """Return a cut with its simulated timeline."""
-        timeline = simulate(schedule, pipeline_costs(self.units, self.boundaries, schedule, cut.first_units))
+        costs = pipeline_costs(self.units, self.boundaries, schedule, cut.first_units)
+        timeline = simulate(schedule, costs)
         stops = (*cut.first_units[1:], len(self.paths))
         runs = [range(first, stop) for first, stop in zip(cut.first_units, stops, strict=True)]
         mine: dict[int, list[int]] = defaultdict(list)
@@ -314,6 +339,7 @@ class _Blocks:
             wanted=wanted,
             schedule=schedule,
             stages=tuple(tuple(self.paths[at] for at in run) for run in runs),
+            costs=costs,
             timeline=timeline,
             finish_s=finish,
             optimizer_s=max(spent),

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.capture import Captured
+from autopar.costs.liveness import local_bytes
+from autopar.costs.optimizer import state_bytes
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, TIME, Axis, Mesh
+from autopar.ir.pipeline import Edge, PipelineCosts, StageCost
 from autopar.ir.placement import Replicate
 from autopar.ir.plan import Decisions
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.squeeze import squeeze
 from autopar.ir.stages import stage_of
-from autopar.rewrite import Value, rewrite_stages, split_inputs
+from autopar.rewrite import Value, held, rewrite_stages, split_inputs
+from autopar.rewrite.staged import StagedPrograms
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.simulate.check import check
 from autopar.simulate.generators import generate
@@ -45,15 +50,34 @@ def schedule_of(decisions: Decisions) -> PipelineSchedule:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a rank may hold while it trains."""
+
+    budget_bytes: int
+    reserved_bytes: int
+    """Of these, what the device takes for itself."""
+
+    optimizer: str
+
+
 def staged_program(
-    captured: Captured, decisions: Decisions, rank: int, *, split: Collection[str], device: str
+    captured: Captured,
+    decisions: Decisions,
+    rank: int,
+    *,
+    split: Collection[str],
+    device: str,
+    budget: Budget | None = None,
 ) -> PipelinedProgram:
     """Return what `rank` runs for calls like the captured one, which bring their parts along the axes `split`.
+
+    With a budget, what the programs hold from action to action is held against it.
 
     Raises:
         RewriteError: an operator does not fit the layouts that the plan gives it.
         InfeasibleError: the program cannot be cut so.
-        ScheduleError: ranks would wait for one another forever.
+        ScheduleError: ranks would wait for one another forever, or this one's buffers are over the budget.
     """
     graph, decisions = captured.graph, squeeze(decisions)
     mesh, schedule = decisions.mesh, schedule_of(decisions)
@@ -64,9 +88,13 @@ def staged_program(
     else:
         homes = dict.fromkeys((op.name for op in graph.ops), 0)
     mine = [stage for stage, at in enumerate(schedule.rank_of) if at == index]
-    staged = rewrite_stages(captured.joint, graph, decisions, inner, homes, mine, split=split, device=device)
-    skips = {(each.source, each.target) for each in staged.transfers if each.target > each.source + 1}
-    check(schedule, skips=sorted(skips))  # before anything is sent
+    halved = any(action.kind == "W" for row in schedule.actions for action in row)
+    staged = rewrite_stages(
+        captured.joint, graph, decisions, inner, homes, mine, split=split, split_backward=halved, device=device
+    )
+    # Before anything is sent.
+    costs = _held_bytes(graph, decisions, staged, schedule, budget)
+    check(schedule, costs=costs, budget_bytes=None if budget is None else budget.budget_bytes)
     brought = split_inputs(graph, mesh, split)
     in_time = Mesh((Axis(MICROBATCH, schedule.microbatches, TIME),))
     whole = (Replicate(),) * len(mesh.axes)
@@ -88,3 +116,36 @@ def staged_program(
         trained=frozenset(each.name for each in graph.outputs if each.kind == "gradient"),
         seeding=staged.seeding,
     )
+
+
+def _held_bytes(
+    graph: Graph, decisions: Decisions, staged: StagedPrograms, schedule: PipelineSchedule, budget: Budget | None
+) -> PipelineCosts:
+    """Return what the stages of a rank hold, as their programs say; other ranks' stages, and seconds, are 0."""
+    sizes = decisions.mesh.sizes
+    stages = [StageCost(forward_s=0.0, input_gradient_s=0.0, weight_gradient_s=0.0)] * schedule.stages
+    found: set[str] = set()
+    for stage, program in staged.stages.items():
+        takes = (*program.takes, *program.backward_takes, *program.weights_takes)
+        mine = {item.name for item in takes if item.kind == "start"} - found
+        found |= mine
+        buffers = held(program, staged.transfers)
+        static = float(buffers.gradients)
+        if budget is not None and stage == min(staged.stages):
+            static += budget.reserved_bytes
+        for name in mine:
+            op = graph.by_name.get(name)
+            if op is not None and op.kind in {"parameter", "buffer"}:
+                layout = decisions.parameters[op.target].placements
+                static += sum(local_bytes(meta, layout, sizes) for meta in op.outputs if meta is not None)
+                if op.requires_grad and budget is not None:
+                    static += state_bytes(op, layout, sizes, budget.optimizer)
+        stages[stage] = replace(
+            stages[stage],
+            static_bytes=round(static),
+            activation_bytes=buffers.activations,
+            kept_bytes=buffers.kept,
+        )
+    pairs = {(stage, stage + 1) for stage in range(schedule.stages - 1)}
+    pairs |= {(each.source, each.target) for each in staged.transfers if each.target > each.source + 1}
+    return PipelineCosts(tuple(stages), tuple(Edge(*pair, 0.0, 0.0) for pair in sorted(pairs)))

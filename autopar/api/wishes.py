@@ -14,6 +14,7 @@ from autopar.ir.plan import Gather, ParameterDecision
 from autopar.ir.strategy import MeshStrategy
 from autopar.options import Constraint, PlanOptions
 from autopar.search.meshes import Candidate
+from autopar.simulate.generators import named
 from autopar.strategies.compose import AxisSpec
 from autopar.suggest import did_you_mean
 
@@ -54,9 +55,8 @@ class Wishes:
 
     def wanted(self, depth: int) -> Wanted:
         """Return the pipeline of so many ranks: as wished, else 1F1B with one stage a rank."""
-        interleave = self.interleave or 1
-        schedule = self.schedule or ("interleaved_1f1b" if interleave > 1 else "1f1b")
-        return Wanted(depth, schedule, interleave if interleave > 1 or schedule != "interleaved_1f1b" else 2)
+        schedule = self.schedule or ("interleaved_1f1b" if self.interleave else "1f1b")
+        return Wanted(depth, schedule, self.interleave or named(schedule).interleave or 2)
 
     @property
     def schedule_is_open(self) -> bool:
@@ -127,8 +127,6 @@ def read_wishes(options: PlanOptions) -> Wishes:
     for key in _LATER:
         if int(fix.get(key, 1)) > 1:
             raise not_yet(key, fix[key])
-    if fix.get("schedule") in {"zb_h1", "zbv"}:
-        raise not_yet("schedule", fix["schedule"])
     if fix.get("recompute") == "selective":
         raise not_yet("recompute", "selective")
     if "sequence_parallel" in fix:
@@ -169,8 +167,8 @@ def _depth(fix: Mapping[str, object], forbid: Sequence[str]) -> int | None:
 def not_yet(key: str, value: object) -> UsageError:
     """Return the error about a wish that this version cannot grant."""
     return UsageError(
-        f"--fix {key}={value}: this version does not plan that (but dp_replicate, dp_shard, tp, zero, microbatch, pp "
-        f"with gpipe, 1f1b or interleaved_1f1b, recompute none or full); leave {key} out"
+        f"--fix {key}={value}: this version does not plan that (but dp_replicate, dp_shard, tp, zero, microbatch, pp, "
+        f"schedule, interleave, recompute none or full); leave {key} out"
     )
 
 

@@ -107,8 +107,9 @@ def _plan(model: str, cluster: str, options: PlanOptions, output: Path | None, a
 
         sys.stdout.write(to_json(found))
     from autopar.report.table import print_table
+    from autopar.simulate.planned import planned_timeline
 
-    print_table(found, sys.stderr)
+    print_table(found, sys.stderr, planned_timeline(found))
     if found.solver.status == "interrupted":
         kept = f"the best plan so far is in {output}" if saved else "the best plan so far is above"
         print(f"autopar: interrupted; {kept}", file=sys.stderr)

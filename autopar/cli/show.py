@@ -14,7 +14,7 @@ from autopar.errors import UsageError
 from autopar.ir.plan import Plan
 from autopar.suggest import did_you_mean
 
-FORMATS = ("table", "json", "dot", "mermaid", "html")
+FORMATS = ("table", "json", "dot", "mermaid", "html", "trace")
 
 
 def show(
@@ -30,8 +30,9 @@ def show(
     found = Plan.load(plan)
     if format_ == "table" and output is None:
         from autopar.report.table import print_table
+        from autopar.simulate.planned import planned_timeline
 
-        print_table(found, sys.stdout)
+        print_table(found, sys.stdout, planned_timeline(found))
     else:
         write(_writer(format_)(found), output)
     return 0
@@ -47,7 +48,24 @@ def _writer(name: str) -> Callable[[Plan], str]:
 
         return html
     if name == "table":
-        from autopar.report.table import table_text
-
-        return table_text
+        return _table
+    if name == "trace":
+        return _trace
     return {"json": to_json, "dot": pictures.dot, "mermaid": pictures.mermaid}[name]
+
+
+def _table(plan: Plan) -> str:
+    from autopar.report.table import table_text
+    from autopar.simulate.planned import planned_timeline
+
+    return table_text(plan, timeline=planned_timeline(plan))
+
+
+def _trace(plan: Plan) -> str:
+    from autopar.report.pipeline_trace import pipeline_trace
+    from autopar.simulate.planned import planned_timeline
+
+    timeline = planned_timeline(plan)
+    if timeline is None:
+        raise UsageError("--format trace: the plan has no pipeline stages, and only their timeline can be drawn")
+    return pipeline_trace(timeline)

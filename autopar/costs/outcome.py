@@ -17,7 +17,7 @@ from autopar.costs.liveness import gradients_of, lives_of_step, local_bytes
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.table import Pricing
 from autopar.costs.timing import pairs, timing
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import parted, within
 from autopar.ir.placement import Layout, Placement, Shard
@@ -344,6 +344,9 @@ class Issued:
     gradient: str = ""
     """The parameter, if this is the sum of its gradient, all that brings it to its place."""
 
+    readers: tuple[str, ...] = ()
+    """In backward, all operators that read the redistributed copy; of what an operator issues itself, that one."""
+
 
 def roots_of(graph: Graph) -> dict[str, str]:
     """Return, for each operator that only views or casts a parameter, the representative of that parameter."""
@@ -378,11 +381,14 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
                 continue
             done.add(key)
             behind = ref.op in starts or ref.op in ends
-            for message in links.route_messages(have, need, graph.meta(ref)):
-                yield Issued(message, op.phase, source, behind, op.name, outcome.microbatches)
+            messages = links.route_messages(have, need, graph.meta(ref))
+            backward = bool(messages) and op.phase == "backward"
+            readers = _readers(outcome, ref, need, op.phase if apart else None) if backward else ()
+            for message in messages:
+                yield Issued(message, op.phase, source, behind, op.name, outcome.microbatches, readers=readers)
         metas = tuple(graph.meta(ref) for ref in op.refs)
         for message in links.inner_messages(op, metas, strategy):
-            yield Issued(message, op.phase, rep, False, op.name, outcome.microbatches)
+            yield Issued(message, op.phase, rep, False, op.name, outcome.microbatches, readers=(op.name,))
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -406,3 +412,15 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
         behind = output.ref.op in ends and not (reduced and outcome.microbatches > 1)
         for message in messages:
             yield Issued(message, phase, source, behind, output.ref.op, times, reduced, gradient)
+
+
+def _readers(outcome: Outcome, ref: Ref, need: Layout, phase: str | None) -> tuple[str, ...]:
+    """Return the operators that read a value in a layout; of one phase only, where each has a copy of its own."""
+    graph = outcome.graph
+    found = []
+    for user in dict.fromkeys(graph.users[ref.op]):
+        op = graph.by_name[user]
+        inputs = zip(op.refs, outcome.strategy(graph.representative(user)).inputs, strict=True)
+        if (ref, need) in inputs and phase in (None, op.phase):
+            found.append(user)
+    return tuple(found)

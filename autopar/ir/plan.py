@@ -186,6 +186,16 @@ class StageEstimate:
     index: int
     step_time_s: float
     peak_memory_bytes: int
+    forward_s: float = 0.0
+    """Of one micro-batch, as the seconds below."""
+
+    input_gradient_s: float = 0.0
+    weight_gradient_s: float = 0.0
+    send_forward_s: float = 0.0
+    """Of what the next stage reads."""
+
+    send_backward_s: float = 0.0
+    """Of the gradients of that, from the next stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op, once_per_graph
-from autopar.ir.roles import parameter_like
+from autopar.ir.roles import is_view, parameter_like
 from autopar.suggest import did_you_mean
 
-_LARGE = 1 / 3
-"""Share of the forward operators above which a block that holds a row of blocks itself is cut there too."""
+_LARGE, _WHOLE = 1 / 8, 0.9
+"""Share of the operators above which a block is cut if it is a row of blocks itself; how much of it those must hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,15 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     the innermost modules that hold parameters. Operators of no block belong to the block running before them,
     those before the first block to the first.
     """
-    paths = _block_paths(graph)
-    running = _running(graph, paths)
-    members: dict[str, list[str]] = {}
-    for name, path in running.items():
-        members.setdefault(path, []).append(name)
-    return tuple(Unit(path, tuple(ops), _parameters(graph, ops)) for path, ops in members.items())
+    starts = _starts(graph, _block_paths(graph))
+    paths = sorted(starts, key=starts.__getitem__) or [""]
+    members: list[list[str]] = [[] for _ in paths]
+    found = _forward_stages(graph, [[path] for path in paths])
+    _add_backward(graph, found)
+    for op in graph.ops:
+        if _runs(op):
+            members[found[op.name]].append(op.name)
+    return tuple(Unit(path, tuple(ops), _parameters(graph, ops)) for path, ops in zip(paths, members, strict=True))
 
 
 def stage_of(graph: Graph, blocks: Sequence[Sequence[str]]) -> Mapping[str, int]:
@@ -63,7 +67,7 @@ def stage_of(graph: Graph, blocks: Sequence[Sequence[str]]) -> Mapping[str, int]
     _check(graph, blocks)
     found = _forward_stages(graph, blocks)
     _add_backward(graph, found)
-    _add_starts(graph, found)
+    _add_starts(graph, blocks, found)
     return found
 
 
@@ -80,14 +84,14 @@ def too_many_stages(stages: int, found: Sequence[Unit]) -> InfeasibleError:
 def _block_paths(graph: Graph) -> tuple[str, ...]:
     holders = {path for op in graph.ops if op.kind == "parameter" for path in _holders(graph, op)}
     modules = [op.module for op in graph.ops if _runs(op)]
-    blocks = _rows(modules, holders, "")
+    blocks = _rows(graph, holders)
     if blocks:
         return tuple(blocks)
     used = {path for path in holders if any(_lies_in(module, path) for module in modules)}
     return tuple(sorted(path for path in used if not any(path != q and _lies_in(q, path) for q in used)))
 
 
-def _rows(modules: Sequence[str], holders: Iterable[str], below: str) -> list[str]:
+def _rows(graph: Graph, holders: Iterable[str], below: str = "") -> list[str]:
     """Return the children of the outermost module lists below a path; large ones are cut further where possible."""
     inside = [path for path in holders if _lies_in(path, below)]
     depth = len(below.split(".")) if below else 0
@@ -99,43 +103,47 @@ def _rows(modules: Sequence[str], holders: Iterable[str], below: str) -> list[st
                 rows.setdefault(".".join(parts[:at]), set()).add(".".join(parts[: at + 1]))
     rows = {row: children for row, children in rows.items() if len(children) > 1}
     outer = [row for row in rows if not any(row != r and _lies_in(row, r) for r in rows)]
+    forward = [op for op in graph.ops if _runs(op)]
     found: list[str] = []
     for child in sorted(child for row in outer for child in rows[row]):
-        own = sum(_lies_in(module, child) for module in modules)
-        if own:
-            inner = _rows(modules, inside, child) if own > _LARGE * len(modules) else []
-            found += inner or [child]
+        own = [op.module for op in forward if _lies_in(op.module, child)]
+        inner = _rows(graph, inside, child) if len(own) > _LARGE * len(forward) else []
+        covered = sum(any(_lies_in(module, block) for block in inner) for module in own)
+        whole = covered >= _WHOLE * len(own) and _is_row(graph, inner)
+        found += inner if inner and whole else [child] if own else []
     return found
 
 
-def _running(graph: Graph, paths: Sequence[str]) -> dict[str, str]:
-    """Return, for every forward operator, the block that runs at its time: the one that started last.
+def _is_row(graph: Graph, blocks: Sequence[str]) -> bool:
+    """Return whether blocks run one after the other, each on what the one before made; experts run side by side."""
+    starts = _starts(graph, blocks)
+    order = sorted(starts, key=starts.__getitem__)
+    return all(_feeds(graph, before, block) for before, block in pairwise(order))
 
-    A block starts at its first operator that computes with parameters: masks and views may be made far ahead.
-    """
-    if not paths:
-        return {op.name: "" for op in graph.ops if _runs(op)}
-    starts = _starts(graph, paths)
-    order = sorted((path for path in paths if path in starts), key=starts.__getitem__)
-    if not order:
-        return {op.name: "" for op in graph.ops if _runs(op)}
-    begins = {starts[path]: path for path in order}
-    current = order[0]
-    found = {}
+
+def _feeds(graph: Graph, before: str, block: str) -> bool:
+    reached: set[str] = set()
     for op in graph.ops:
         if _runs(op):
-            current = begins.get(graph.position[op.name], current) if op.name not in found else current
-            found[op.name] = current
-    return found
+            read = any(ref.op in reached for ref in op.refs)
+            if read and _lies_in(op.module, block):
+                return True
+            if read or (_lies_in(op.module, before) and op.name not in everywhere(graph)):
+                reached.add(op.name)
+    return False
 
 
 def _starts(graph: Graph, paths: Iterable[str]) -> dict[str, int]:
-    """Return the position at which each block first runs."""
+    """Return the position at which each block first runs: its first operator that computes with parameters.
+
+    Masks and views may be made far ahead.
+    """
     known = set(paths)
     shared = everywhere(graph)
+    visible = _visible(graph)
     found: dict[str, int] = {}
     for op in graph.ops:
-        if _runs(op) and op.name not in shared:
+        if _runs(op) and op.name in visible and op.name not in shared:
             path = _longest(op.module, known)
             if path is not None:
                 found.setdefault(path, graph.position[op.name])
@@ -204,68 +212,108 @@ def _shown(found: Sequence[Unit]) -> str:
 
 
 def _forward_stages(graph: Graph, blocks: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the stage of each operator that an output depends on: of the block running then, the last one to start."""
     stages = {path: stage for stage, paths in enumerate(blocks) for path in paths}
-    begins: dict[int, int] = {}
-    for path, at in _starts(graph, stages).items():
-        begins[at] = stages[path]
+    begins = {at: stages[path] for path, at in _starts(graph, stages).items()}
+    visible = _visible(graph)
     current = 0
     found: dict[str, int] = {}
     for op in graph.ops:
-        if _runs(op):
+        if _runs(op) and op.name in visible:
             current = max(current, begins.get(graph.position[op.name], current))
             found[op.name] = current
     return found
 
 
+@once_per_graph
+def _visible(graph: Graph) -> frozenset[str]:
+    """Return what the program's outputs and the buffers' new values depend on."""
+    todo = [each.ref.op for each in graph.outputs if each.ref is not None and each.kind != "gradient"]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += [ref.op for ref in graph.by_name[name].refs]
+    return frozenset(found)
+
+
+@once_per_graph
+def _gradients(graph: Graph) -> frozenset[str]:
+    """Return what depends on a tangent."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind == "tangent" or any(ref.op in found for ref in op.refs):
+            found.add(op.name)
+    return frozenset(found)
+
+
 def _add_backward(graph: Graph, found: dict[str, int]) -> None:
-    """Add the backward operators: to their module's stage, so far as gradients then flow to earlier stages only."""
-    shared = everywhere(graph)
+    """Add the operators that no output depends on.
+
+    Gradients go to the stage of their module, so far as they then flow to earlier stages only. What depends on no
+    gradient (derivatives computed ahead, layers run again) goes there so far as it then flows to later stages only.
+    """
+    shared, gradients = everywhere(graph), _gradients(graph)
     last = max(found.values(), default=0)
     places, present = _places(graph, found), _present(graph, found)
     for op in graph.ops:
-        if op.kind != "call" or op.phase != "backward":
+        if op.kind != "call" or op.name in found:
             continue
-        reads = [graph.by_name[ref.op] for ref in op.refs]
-        own_values = [each for each in reads if each.name not in shared]
-        behind = [found[each.name] for each in own_values if each.phase == "backward"]
-        saved = [each.name for each in own_values if each.phase == "forward"]
-        high, low = min(behind, default=last), max((found[name] for name in saved), default=0)
         own = places.get((op.module, op.source)) or places.get((op.module, None)) or frozenset(range(last + 1))
-        if op.target == "aten.add.Tensor" and len(behind) > 1:
-            # Gradients of one value that several stages read: added up before they travel, not each sent by itself.
-            found[op.name] = high
-            continue
+        reads = [ref.op for ref in op.refs if ref.op not in shared]
+        saved = [name for name in reads if name not in gradients]
+        behind = [found[name] for name in reads if name in gradients]
+        low, high = max((found[name] for name in saved), default=0), min(behind, default=last)
         fit = [stage for stage in own if low <= stage <= high]
-        # Where several fit, the last one that has all it reads of forward.
-        handy = [stage for stage in fit if all(stage in present[name] for name in saved)]
-        natural = max(handy) if handy else min(fit, default=max(low, *own))
-        found[op.name] = min(natural, high)
+        if op.name not in gradients:
+            found[op.name] = min(fit, default=low)
+        elif (op.target == "aten.add.Tensor" and len(behind) > 1) or _takes_part(graph, op):
+            # What makes less of what it reads runs before that travels: the gradients that several stages have of one
+            # value are added up, not each sent by itself.
+            found[op.name] = high
+        else:
+            # Where several fit, the last one that has all it reads of forward.
+            handy = [stage for stage in fit if all(stage in present.get(n, {found[n]}) for n in saved)]
+            found[op.name] = min(max(handy) if handy else min(fit, default=max(low, *own)), high)
+
+
+def _takes_part(graph: Graph, op: Op) -> bool:
+    """Return whether an operator only takes a part of the one value that it reads."""
+    if not is_view(op) or len(op.refs) != 1:
+        return False
+    made = sum(prod(meta.shape) for meta in op.outputs if meta is not None)
+    return made < prod(graph.meta(op.refs[0]).shape)
 
 
 def _places(graph: Graph, found: Mapping[str, int]) -> dict[tuple[str, str | None], frozenset[int]]:
-    """Return the stages of the forward operators of each module and source line, and of each module."""
+    """Return the stages of the forward operators of each module and source line, and of each module.
+
+    Views count where there is nothing else: they may stand far from what they belong to.
+    """
     shared = everywhere(graph)
-    places: dict[tuple[str, str | None], set[int]] = {}
+    places: dict[bool, dict[tuple[str, str | None], set[int]]] = {True: {}, False: {}}
     for op in graph.ops:
-        if _runs(op) and op.name not in shared:
+        if op.name in found and op.name not in shared:
             for key in ((op.module, op.source), (op.module, None)):
-                places.setdefault(key, set()).add(found[op.name])
-    return {key: frozenset(stages) for key, stages in places.items()}
+                places[is_view(op)].setdefault(key, set()).add(found[op.name])
+    return {key: frozenset(stages) for key, stages in {**places[True], **places[False]}.items()}
 
 
 def _present(graph: Graph, found: Mapping[str, int]) -> dict[str, set[int]]:
     """Return, for each forward operator, the stages whose forward makes or reads its value."""
-    present = {op.name: {found[op.name]} for op in graph.ops if _runs(op)}
+    present = {name: {stage} for name, stage in found.items()}
     for op in graph.ops:
-        if _runs(op):
+        if op.name in found:
             for ref in op.refs:
                 present.setdefault(ref.op, set()).add(found[op.name])
     return present
 
 
-def _add_starts(graph: Graph, found: dict[str, int]) -> None:
-    """Add what programs start from, each to the first stage that reads it; tangents to the last."""
+def _add_starts(graph: Graph, blocks: Sequence[Sequence[str]], found: dict[str, int]) -> None:
+    """Add what programs start from: to the first stage that reads it; tangents to the last; what is unread by path."""
     views = parameter_like(graph)
+    stages_of_paths = {path: stage for stage, paths in enumerate(blocks) for path in paths}
     first: dict[str, int] = {}
     for op in reversed(graph.ops):
         users = graph.users[op.name]
@@ -280,7 +328,8 @@ def _add_starts(graph: Graph, found: dict[str, int]) -> None:
         elif op.kind == "call":
             first[op.name] = found[op.name]
         if op.kind not in {"call", "tangent"}:
-            found[op.name] = first.get(op.name, 0)
+            path = _longest(op.target.rpartition(".")[0], set(stages_of_paths))
+            found[op.name] = first.get(op.name, stages_of_paths.get(path or "", 0))
 
 
 def _parameters(graph: Graph, ops: Sequence[str]) -> tuple[str, ...]:

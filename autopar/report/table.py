@@ -12,7 +12,9 @@ from rich.text import Text
 
 from autopar.figures import format_bytes, format_degrees, format_seconds
 from autopar.ir.plan import Plan
+from autopar.ir.timeline import Timeline
 from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, costly_operators, layout_text, parameter_groups, summary
+from autopar.report.schedule_picture import schedule_picture
 
 _TOP = 12
 """Rows of a table that could have thousands."""
@@ -20,25 +22,31 @@ _TOP = 12
 _PIPE_WIDTH = 160
 """Columns where the output is no terminal: wide enough that names are not cut."""
 
+_MARGIN = len("rank 9999    bubble 100%")
+"""Columns of the picture of a schedule beside those of time."""
+
 Row = Sequence[str]
 
+_STAGE_HEADS: Row = ("stage", "ranks", "blocks", ">forward", ">input grad", ">weight grad", ">busy", ">peak")
+"""Seconds of one micro-batch, and of the whole step."""
 
-def table_text(plan: Plan, width: int = _PIPE_WIDTH) -> str:
-    """Return the tables as plain text."""
+
+def table_text(plan: Plan, width: int = _PIPE_WIDTH, timeline: Timeline | None = None) -> str:
+    """Return the tables as plain text; with the timeline of a plan's pipeline, a picture of it too."""
     out = StringIO()
-    _print(plan, Console(file=out, width=width, color_system=None, highlight=False))
+    _print(plan, Console(file=out, width=width, color_system=None, highlight=False), timeline)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def print_table(plan: Plan, stream: TextIO) -> None:
+def print_table(plan: Plan, stream: TextIO, timeline: Timeline | None = None) -> None:
     """Write the tables to a stream, coloured where it is a terminal and `NO_COLOR` is not set."""
     if not stream.isatty():
-        stream.write(table_text(plan))
+        stream.write(table_text(plan, timeline=timeline))
         return
-    _print(plan, Console(file=stream, highlight=False))
+    _print(plan, Console(file=stream, highlight=False), timeline)
 
 
-def _print(plan: Plan, console: Console) -> None:
+def _print(plan: Plan, console: Console, timeline: Timeline | None) -> None:
     workload = plan.workload
     pieces = "micro-batches" if workload.num_microbatches > 1 else "micro-batch"
     batch = f"batch {workload.global_batch}, {workload.num_microbatches} {pieces} of {workload.microbatch}"
@@ -53,6 +61,8 @@ def _print(plan: Plan, console: Console) -> None:
         if found:
             console.print()
             console.print(_table(title, heads, found))
+        if timeline is not None and heads == _STAGE_HEADS:
+            console.print(Text(f"\n{schedule_picture(timeline, console.width - _MARGIN)}", end=""), soft_wrap=True)
     for warning in plan.warnings:
         place = f" ({warning.location})" if warning.location else ""
         console.print(Text(f"\nwarning: {warning.text}{place} [{warning.code}]", style="yellow"), soft_wrap=True)
@@ -76,7 +86,7 @@ def _sections(plan: Plan) -> Iterator[tuple[str, Row, Iterable[Row]]]:
     axes = plan.decisions.mesh.axes
     names = " ".join(plan.decisions.mesh.names)
     yield "mesh", ("axis", ">size", "level"), ((axis.name, str(axis.size), axis.level) for axis in axes)
-    yield f"stages ({plan.decisions.schedule.name})", ("stage", "ranks", "blocks", ">busy", ">peak"), _stage_rows(plan)
+    yield f"stages ({plan.decisions.schedule.name})", _STAGE_HEADS, _stage_rows(plan)
     yield "time of a step", ("part", ">seconds", ">share"), _time_rows(plan)
     yield "memory of a device", ("part", ">bytes", ">share"), _memory_rows(plan)
     yield f"parameters ({names})", ("name", ">count", "shape", "placements", "gather"), _parameter_rows(plan)
@@ -103,8 +113,11 @@ def _stage_rows(plan: Plan) -> Iterator[Row]:
         ranks, paths = stage.ranks, stage.blocks
         shown = [f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in (ranks, paths) if each]
         found = predicted.get(stage.index)
-        times = (format_seconds(found.step_time_s), format_bytes(found.peak_memory_bytes)) if found else ("-", "-")
-        yield str(stage.index), shown[0], shown[-1], *times
+        figures = ["-"] * 5
+        if found:
+            parts = (found.forward_s, found.input_gradient_s, found.weight_gradient_s, found.step_time_s)
+            figures = [*map(format_seconds, parts), format_bytes(found.peak_memory_bytes)]
+        yield str(stage.index), shown[0], shown[-1], *figures
 
 
 def _time_rows(plan: Plan) -> Iterator[Row]:

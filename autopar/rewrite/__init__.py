@@ -25,11 +25,13 @@ from autopar.rewrite.microbatches import Totals
 from autopar.rewrite.partition import copied, partition
 from autopar.rewrite.passes import Applied, run_passes
 from autopar.rewrite.programs import LAST, Emitted, Programs, Saved, Value
+from autopar.rewrite.stage_bytes import Held, held
 from autopar.rewrite.stage_partition import rewrite_stages
 
 __all__ = [
     "Applied",
     "Emitted",
+    "Held",
     "Programs",
     "RewriteError",
     "Saved",
@@ -37,6 +39,7 @@ __all__ = [
     "Value",
     "batch_axes",
     "batch_layout",
+    "held",
     "localised",
     "rewrite",
     "rewrite_stages",

@@ -25,6 +25,7 @@ _LIGHT = frozenset(
         "arange", "zeros", "ones", "full", "empty", "scalar_tensor", "eye", "linspace", "tril_indices", "triu_indices",
         "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
         "tril", "triu", "cat", "stack", "roll", "flip", "repeat", "constant_pad_nd", "select_scatter", "slice_scatter",
+        "fill", "zero",
         "index", "index_select", "index_put", "gather", "scatter", "embedding", "where", "masked_fill", "one_hot",
         "cumsum", "sum", "any", "all", "amax", "amin", "argmax", "max", "min",
         "clone", "copy", "contiguous", "reshape", "lift_fresh_copy", "_to_copy", "convert_element_type",

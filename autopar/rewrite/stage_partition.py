@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,14 +22,17 @@ from autopar.ir.graph import Graph, Output
 from autopar.ir.placement import Partial, Placement, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
+from autopar.ir.weight_gradients import weight_gradients
 from autopar.rewrite.local import PHASE, localised
 from autopar.rewrite.marks import mark
 from autopar.rewrite.partition import ancestors, crossing_values, early_cuts, is_forward, own_memory
 from autopar.rewrite.passes import run_passes
 from autopar.rewrite.programs import LAST
 from autopar.rewrite.stage_gradients import Gradient, finish_program, split_terms
-from autopar.rewrite.stage_homes import Home, Homes, is_dense, is_plain_view, shared_nodes
+from autopar.rewrite.stage_homes import Home, Homes, is_dense, shared_nodes
 from autopar.rewrite.stage_parcels import Parcel, copied_like
+from autopar.rewrite.stage_repeats import read_forward
+from autopar.rewrite.stage_split import halves_of
 from autopar.rewrite.stage_traffic import Program, Traffic, is_tangent
 from autopar.rewrite.staged import Combine, Item, StagedPrograms, StageProgram, Tie
 
@@ -44,6 +46,7 @@ def rewrite_stages(
     stages: Collection[int],
     *,
     split: Collection[str] = (),
+    split_backward: bool = False,
     device: str = "cpu",
 ) -> StagedPrograms:
     """Return the programs of `rank` (of its stage's mesh) for some of the stages of a pipeline, of one micro-batch.
@@ -53,7 +56,7 @@ def rewrite_stages(
         InfeasibleError: the program cannot be cut so.
     """
     gm, totals = localised(joint, graph, decisions, rank, split=split, device=device)
-    made = stage_programs(gm, graph, squeeze(decisions), stage_of, stages, device=device)
+    made = stage_programs(gm, graph, squeeze(decisions), stage_of, stages, split_backward=split_backward, device=device)
     in_time = decisions.outputs_in_time
     return replace(
         made,
@@ -80,15 +83,18 @@ def stage_programs(
     stage_of: Mapping[str, int],
     stages: Collection[int],
     *,
+    split_backward: bool = False,
     device: str = "cpu",
 ) -> StagedPrograms:
     """Return the programs of `stages`, from the local program of one rank, which is edited.
+
+    With `split_backward`, weight gradients that no other stage waits for are a program of their own.
 
     Raises:
         InfeasibleError: a buffer gets its new value on another stage than the one that reads it first.
         RewriteError: a value would have to go back in time.
     """
-    return _Cut(gm, graph, decisions, stage_of, device).programs(stages)
+    return _Cut(gm, graph, decisions, stage_of, split_backward, device).programs(stages)
 
 
 @dataclass
@@ -97,6 +103,9 @@ class _Cut:
     graph: Graph
     decisions: Decisions
     stage_of: Mapping[str, int]
+    split: bool
+    """Whether weight gradients are a program of their own."""
+
     device: str
 
     results: dict[str, dict[str, fx.Node]] = field(init=False)
@@ -109,8 +118,7 @@ class _Cut:
         for each, node in zip(self.graph.outputs, output.args[0], strict=True):
             if node is not None:
                 self.results[each.kind][each.name] = node
-        targets = {op.name: op.target for op in self.graph.ops}
-        self.gradients = [Gradient.of(name, targets[name], node) for name, node in self.results["gradient"].items()]
+        self.gradients = self._gradients()
         self.homes = self._homes()
         self.terms = split_terms(self.gm.graph, self.gradients, self.homes)
         self.homes.check()
@@ -119,6 +127,15 @@ class _Cut:
         )
         self._mutate_everywhere()
         self.holders = self._holders()
+
+    def _gradients(self) -> list[Gradient]:
+        """Return all gradients; those of inputs are brought to their place in backward, a micro-batch's rows a time."""
+        found = []
+        for name, node in self.results["gradient"].items():
+            op = self.graph.by_name[name]
+            of_parameter = op.kind == "parameter"
+            found.append(Gradient.of(name, op.target, node) if of_parameter else Gradient(name, op.target, node, ()))
+        return found
 
     @property
     def _mutated(self) -> Collection[str]:
@@ -135,10 +152,12 @@ class _Cut:
         bases = [each.base for each in self.gradients]
         needed, early = ancestors([*visible, *bases]), ancestors(visible)
         forward = {node for node in needed if node in early or is_forward(node, tangents)} | set(starts)
+        forward |= read_forward(graph, needed, forward, self._shared()[0], self.stage_of)
+        needed = ancestors([*visible, *bases])
         forward |= early_cuts(graph, needed, forward)
         late = [node for node in graph.nodes if node in needed and node not in forward and node.op != "placeholder"]
         forward |= set(own_memory(graph, crossing_values(late, bases, forward), starts, self._mutated))
-        self.gradients = [Gradient.of(g.name, g.target, self.results["gradient"][g.name]) for g in self.gradients]
+        self.gradients = self._gradients()
         bases = [each.base for each in self.gradients]
         needed = ancestors([*visible, *bases])
         shared, pinned = self._shared()
@@ -231,15 +250,25 @@ class _Cut:
                 if node in early.results:
                     forward.give(kind, name, node)
         forward.give_values()
-        backward = _Builder(self, late)
+        terms = {name: term[stage] for name, term in self.terms.items() if stage in term}
+        halves = halves_of(late, terms, weight_gradients(self.graph, self.stage_of)) if self.split else None
+        first, second, between = halves or (late, None, ())
+        backward = _Builder(self, first)
         backward.give_values()
-        here = [each for each in self.gradients if stage in self.terms[each.name]]
+        for node in between:
+            if not (node in first.sent and Parcel.of(node).is_plain):
+                backward.give("value", node.name, node)
+        weights = None if second is None else _Builder(self, second)
+        here = [each for each in self.gradients if each.name in terms]
         for each in here:
-            backward.give_gradient(each, self.terms[each.name][stage])
-        zeros = [each for each in self.gradients if stage in self.holders[each.name] and each not in here]
+            later = weights is not None and second is not None and terms[each.name] in second.nodes
+            (weights if weights is not None and later else backward).give_gradient(each, terms[each.name])
+        parameters = [each for each in self.gradients if self.graph.by_name[each.name].kind == "parameter"]
+        summed = [each for each in parameters if each in here]
+        zeros = [each for each in parameters if stage in self.holders[each.name] and each not in here]
         finish = None
-        if here or zeros:
-            finish = finish_program(self.gm, here, zeros, self.decisions.buckets, self.device)
+        if summed or zeros:
+            finish = finish_program(self.gm, summed, zeros, self.decisions.buckets, self.device)
         return StageProgram(
             stage=stage,
             forward=forward.build(),
@@ -248,9 +277,12 @@ class _Cut:
             backward=backward.build() if backward.gives else None,
             backward_takes=tuple(backward.takes) if backward.gives else (),
             backward_gives=tuple(backward.gives),
+            weights=None if weights is None else weights.build(),
+            weights_takes=() if weights is None else tuple(weights.takes),
+            weights_gives=() if weights is None else tuple(weights.gives),
             finish=finish,
-            finish_takes=tuple(each.name for each in here),
-            finish_gives=tuple(each.name for each in (*here, *zeros)),
+            finish_takes=tuple(each.name for each in summed),
+            finish_gives=tuple(each.name for each in (*summed, *zeros)),
         )
 
 
@@ -281,13 +313,8 @@ class _Builder:
         self.takes += [Item("value", parcel.name) for parcel, _ in received]
         for (parcel, node), placeholder in zip(received, arrived, strict=True):
             self._copies[node] = parcel.restored(self.graph, placeholder, self._phase)
-        restrided = {self._copies[node] for parcel, node in received if parcel.copies}
         for node in sorted(program.nodes, key=order.__getitem__):
-            copy = self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
-            if is_plain_view(copy) and not restrided.isdisjoint(copy.all_input_nodes):
-                # What was a copy of a value with gaps may be a view of one without: passes must not take it for a copy.
-                restrided.add(copy)
-                copy.meta = {**copy.meta, "val": _value(copy)}
+            self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
 
     def _take(self, kind: str, node: fx.Node) -> None:
         self.takes.append(Item(kind, node.name))  # type: ignore[arg-type]
@@ -303,14 +330,14 @@ class _Builder:
         """Return what this stage keeps for its backward, and what others receive."""
         order = {node: place for place, node in enumerate(self._cut.gm.graph.nodes)}
         kept = () if self._phase == "backward" else sorted(self._program.kept, key=order.__getitem__)
+        sent = [Parcel.of(node) for node in sorted(self._program.sent, key=order.__getitem__)]
+        plain = {parcel.node for parcel in sent if parcel.is_plain}
         for node in kept:
-            self.give("value", node.name, node)
-        for node in sorted(self._program.sent, key=order.__getitem__):
-            parcel = Parcel.of(node)
-            if parcel.is_plain and node in kept:
-                continue
+            if node not in plain:
+                self.give("value", node.name, node)
+        for parcel in sent:
             self.gives.append(Item("value", parcel.name))
-            self._results.append(parcel.pack(self.graph, self._copies[node], self._phase))
+            self._results.append(parcel.pack(self.graph, self._copies[parcel.node], self._phase))
 
     def give_gradient(self, gradient: Gradient, term: fx.Node) -> None:
         """Return a gradient in memory of its own, strided as the program's own gradient is."""
@@ -332,12 +359,6 @@ class _Builder:
         self.graph.lint()
         run_passes(made, (*PHASE, *LAST))
         return made
-
-
-def _value(view: fx.Node) -> Any:
-    """Return what a view makes of the fake tensors it reads."""
-    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda each: each.meta["val"])
-    return view.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_part(value: torch.Tensor) -> bool:

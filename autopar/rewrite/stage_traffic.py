@@ -150,12 +150,27 @@ class Traffic:
             for node in nodes:
                 path = self._path(node, source)
                 groups.setdefault(path[-1], []).append(path)
+            for node in nodes:
+                there = self._arriving(node, target, nodes)
+                if there:
+                    self._here[target.stage].update(there)
+                    chosen = True
             for base, paths in groups.items():
                 total = sum(nbytes(path[0]) for path in paths)
                 if any(len(path) > 1 for path in paths) and (base in nodes or total >= nbytes(base)):
                     self._here[target.stage].update(node for path in paths for node in path[:-1])
                     chosen = True
         return chosen
+
+    def _arriving(self, node: fx.Node, target: Home, nodes: Collection[fx.Node]) -> list[fx.Node]:
+        """Return the views from a value back to one that its reader is sent anyway; none if there is no such."""
+        arriving = {each for (_, to), sent in self.crossing.items() if to.stage == target.stage for each in sent}
+        path: list[fx.Node] = []
+        for each in views_back(node):
+            if each is not node and (each in arriving or self.homes.of.get(each) == target):
+                return path
+            path.append(each)
+        return []
 
     def _path(self, node: fx.Node, source: Home) -> list[fx.Node]:
         """Return a value and what it is a view of, in the same program, as far back as that can be sent."""

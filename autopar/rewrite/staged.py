@@ -82,7 +82,10 @@ class StageProgram:
 
     finish_takes: tuple[str, ...] = ()
     finish_gives: tuple[str, ...] = ()
-    """All gradients of the stage; what it does not take is zero: a tied parameter that no gradient reaches here."""
+    """All gradients of the stage's parameters; what it does not take is zero: a tied one that no gradient reaches here.
+
+    Gradients of inputs are finished when backward gives them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

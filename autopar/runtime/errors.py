@@ -101,6 +101,18 @@ def group_lost(doing: str, peers: Sequence[int], cause: str) -> PeerLostError:
     return PeerLostError(f"one of ranks {_list(peers)} did not take part in the {doing}: {_first_line(cause)}\n{_LOST}")
 
 
+def own_failure(rank: int, stages: Sequence[int], action: str | None, cause: str) -> str:
+    """Return what the other ranks are told of an error in a rank's own program."""
+    which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {_list(stages)}"
+    where = f" in the {action}" if action else ""
+    return f"rank {rank} ({which}) failed{where}: {_first_line(cause)}"
+
+
+def peer_failed(lost: str, note: str) -> PeerLostError:
+    """Return the error for a step that another rank's failure stopped; `note` is what that rank told."""
+    return PeerLostError(f"{note}\nthis rank stops too: {lost}")
+
+
 def pipeline_stopped(first: str) -> PeerLostError:
     """Return the error for a step after one that failed."""
     return PeerLostError(

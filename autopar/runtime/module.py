@@ -64,6 +64,8 @@ class Runner:
         self._backend = {} if backend is None else {"backend": backend}
         self._known: dict[tuple[bool, bool], list[Bound | StagedBound]] = {}
         self._readers: dict[tuple[Any, ...], tuple[Bound | StagedBound, Reader]] = {}
+        self.held_before: frozenset[str] = frozenset()
+        """Names of the parameters here that an earlier pipeline rank holds too."""
         if self.groups.mesh.axes:
             allow_plain_beside_dtensor()
 
@@ -140,11 +142,16 @@ def input_part(model: nn.Module) -> tuple[int, int]:
     Raises:
         UsageError: the model is not compiled, or waits for its first call.
     """
-    runner = model.__dict__.get(_ATTRIBUTE)
+    runner = runner_of(model)
     if runner is None:
         raise not_compiled(type(model).__name__)
-    part: tuple[int, int] = runner.part
-    return part
+    return runner.part
+
+
+def runner_of(model: nn.Module) -> Runner | None:
+    """Return what runs a compiled model; `None` for any other module, and for one that waits for its first call."""
+    found: Runner | None = model.__dict__.get(_ATTRIBUTE)
+    return found
 
 
 def _order(program: Program) -> str:
@@ -199,6 +206,10 @@ def compiled(
     copied.__class__ = _compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
     copied.__dict__[_ATTRIBUTE] = runner
     copied.__dict__[_ELSEWHERE] = dropped
+    if runner.pipeline is not None and runner.pipeline.depth > 1:
+        told = runner.ranks.gather([name for name, _ in copied.named_parameters()])
+        before = told[: runner.pipeline.index * runner.pipeline.width]
+        runner.held_before = frozenset(name for names in before for name in names)
     return copied
 
 

@@ -16,12 +16,15 @@ from torch import fx, nn
 from autopar._torch import dtensor_of, keeps_graph
 from autopar.ir.placement import local_shape
 from autopar.ir.schedule import PipelineSchedule
+from autopar.runtime import stop_notes
 from autopar.runtime.errors import (
     PeerLostError,
     batch_not_divisible,
     constant_on_meta,
     gradient_not_planned,
     no_single_loss,
+    own_failure,
+    peer_failed,
     pipeline_stopped,
     trained_differs,
 )
@@ -202,12 +205,32 @@ class StagedBound:
 
     def run(self, tensors: Sequence[torch.Tensor], *, backward: bool) -> tuple[list[Any], list[torch.Tensor | None]]:
         """Return the user outputs and, with `backward`, the local gradients of what is trained, for tangent 1."""
+        step = Step(self._ways[backward], self._sources, self._pipeline, tensors)
         try:
-            outputs, gradients = Step(self._ways[backward], self._sources, self._pipeline, tensors).run()
+            outputs, gradients = step.run()
         except PeerLostError as error:
             self._stopped = str(error)
+            note = stop_notes.read(self._pipeline.name)
+            if note:
+                raise peer_failed(str(error), note) from error
             raise
+        except Exception as error:
+            raise self._failed(step, error) from error
         return outputs, [gradients.pop(start.name, None) for start in (*self._graded, *self._graded_inputs)]
+
+    def _failed(self, step: Step, error: Exception) -> Exception:
+        """Return what to raise after an error in this rank's own program, which the others are told of."""
+        ranks, stages = self._pipeline.ranks, sorted(self._ways[False].stages)
+        note = stop_notes.read(self._pipeline.name) if self._pipeline.depth > 1 else ""
+        if note and isinstance(error, RuntimeError):
+            # A collective of the stage failed because its peer had.
+            self._stopped = note
+            return peer_failed(f"{type(error).__name__}: {error}", note)
+        self._stopped = f"{type(error).__name__}: {error}"
+        if self._pipeline.depth > 1:
+            action = None if step.action is None else step.action.words
+            stop_notes.leave(self._pipeline.name, own_failure(ranks.rank, stages, action, self._stopped))
+        return error
 
     def non_differentiable(self, outputs: Sequence[Any]) -> list[Any]:
         """Return the outputs that stay out of autograd's graph; a gradient into others beside the loss is an error."""
@@ -232,6 +255,8 @@ class StagedBound:
         specs += [None] * len(self._graded_inputs)
         # A loss that is given to backward as it is has tangent 1: most steps need no pass over the gradients.
         as_is = tangent is None or bool(tangent == 1)
+        if not as_is:
+            self._spread_overflow(gradients)
         found: list[Any] = [None] * len(specs)
         for place, spec in enumerate(specs):
             gradient = gradients[place]
@@ -245,6 +270,20 @@ class StagedBound:
                 gradient = gradient.mul_(tangent)
             found[place] = gradient if spec is None else dtensor_of(gradient, spec)
         return found
+
+    def _spread_overflow(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Let all pipeline ranks see that one has a gradient that is not finite: a GradScaler skips a step on all.
+
+        A scaler looks at a rank's own gradients; it is told by a NaN in one of them.
+        """
+        if self._pipeline.depth == 1:
+            return
+        found = [each for each in gradients if each is not None and each.is_floating_point()]
+        over = [each.isfinite().all().logical_not() for each in found]
+        flag = torch.stack(over).any().float() if over else torch.zeros((), device=self._pipeline.ranks.device)
+        torch.distributed.all_reduce(flag, group=self._pipeline.line)
+        if flag and found and not any(over):
+            found[0].view(-1)[:1].fill_(torch.nan) if found[0].is_contiguous() else found[0].fill_(torch.nan)
 
 
 class _PipelineStep(torch.autograd.Function):

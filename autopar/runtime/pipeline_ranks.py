@@ -64,6 +64,11 @@ class PipelineRanks:
         return cls(ranks, depth, groups, messages, lines[inner], meshes, not is_gloo(ranks.device.type))
 
     @property
+    def name(self) -> str:
+        """Return what tells this pipeline from others of the job, the same on all its ranks."""
+        return str(getattr(self.messages, "group_name", ""))
+
+    @property
     def width(self) -> int:
         """Return the number of real ranks that share each stage."""
         return self.groups.mesh.world_size

@@ -95,6 +95,9 @@ class Step:
         self._totals: dict[str, torch.Tensor] = {}
         self._locals: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
+        self.action: Action | None = None
+        """What it does, for messages about what stopped it."""
+
         left = Counter(action.stage for action in way.routes.row if action.kind != "F")
         self._left = left
 
@@ -112,6 +115,7 @@ class Step:
         self._add_up()
         mailbox = Mailbox(routes, self._pipeline)
         for position, action in enumerate(routes.row):
+            self.action = action
             mailbox.receive(position, self._deliver)
             with self._seeded(seed, action.microbatch):
                 made = self._way.stages[action.stage].run(action.kind, action.microbatch, self._lookup, sources.one)
@@ -120,6 +124,7 @@ class Step:
                 self._way.stages[transfer.target].keep(action.microbatch, transfer.value, made.values[transfer.value])
             self._take(action, made)
             del made  # what nobody keeps is gone before the next action computes
+        self.action = None
         outputs = sources.outputs.whole()
         self._sum_ties()
         self._sum_inputs()

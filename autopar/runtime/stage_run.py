@@ -51,23 +51,19 @@ class StageRun:
 
     def __init__(self, program: StageProgram, compile_boxed: Compile, *, backward: bool) -> None:
         self.stage = program.stage
-        given = [(program.forward, program.takes, program.gives)]
+        given: dict[Kind, tuple[fx.GraphModule, Sequence[Item], Sequence[Item]]]
+        given = {"F": (program.forward, program.takes, program.gives)}
         if backward and program.backward is not None:
-            given.append((program.backward, program.backward_takes, program.backward_gives))
+            given["I"] = program.backward, program.backward_takes, program.backward_gives
         if backward and program.weights is not None:
-            given.append((program.weights, program.weights_takes, program.weights_gives))
-        parts = [
-            _Part(
-                compile_boxed(gm),
-                takes,
-                gives,
-                frozenset(each.name for _, after, _ in given[i + 1 :] for each in after if each.kind == "value"),
-                _passed(gm, gives),
-                last=i == len(given) - 1,
-            )
-            for i, (gm, takes, gives) in enumerate(given)
-        ]
-        self._parts: Mapping[Kind, Sequence[_Part]] = {"F": parts[:1], "B": parts[1:], "I": parts[1:2], "W": parts[2:]}
+            given["W"] = program.weights, program.weights_takes, program.weights_gives
+        parts: list[_Part] = []
+        for gm, takes, gives in reversed(given.values()):
+            after = [each.name for part in parts for each in part.takes if each.kind == "value"]
+            part = _Part(compile_boxed(gm), takes, gives, frozenset(after), _passed(gm, gives), last=not parts)
+            parts.insert(0, part)
+        by_kind: dict[Kind, Sequence[_Part]] = {kind: [part] for kind, part in zip(given, parts, strict=True)}
+        self._parts: Mapping[Kind, Sequence[_Part]] = {**by_kind, "B": parts[1:]}
         self.starts = {each.name for part in parts for each in part.takes if each.kind == "start"}
         self.mutated = {each.name for each in program.gives if each.kind == "mutation"}
         self.trained = list(dict.fromkeys(e.name for part in parts for e in part.gives if e.kind == "gradient"))
@@ -89,7 +85,7 @@ class StageRun:
     def run(self, kind: Kind, microbatch: int, lookup: Lookup, tangent: torch.Tensor | None) -> Made:
         """Run an action on what is kept of a micro-batch, and keep what its later ones need."""
         made = Made()
-        for part in self._parts[kind]:
+        for part in self._parts.get(kind, ()):
             self._run(part, microbatch, lookup, tangent, made)
         return made
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import InfeasibleError, UsageError
+from autopar.api.staging import Budget, staged_program
+from autopar.capture import capture
+from autopar.errors import AutoparError, InfeasibleError, ScheduleError, UsageError
 from autopar.ir.plan_json import from_json, to_json
 from tests.api.test_accumulation import call, loss_of, whole
 from tests.rewrite.test_microbatches import models
@@ -42,6 +46,18 @@ class Layers(nn.Module):
             hidden = hidden + layer(hidden)
         logits = self.head(hidden + first)
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Mean(nn.Module):
+    """The mean square of what a model makes, as its loss."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return self.body(x).square().mean()
 
 
 def layers() -> tuple[nn.Module, Any]:
@@ -90,6 +106,10 @@ def train(_rank: int, name: str, fix: dict[str, Any]) -> tuple[list[float], list
         ("layers", {"microbatch": 4}),
         ("layers", {"microbatch": 2, "schedule": "gpipe"}),
         ("layers", {"microbatch": 3, "interleave": 2}),
+        ("layers", {"microbatch": 2, "schedule": "zb_h1"}),
+        ("layers", {"microbatch": 3, "schedule": "zbv"}),
+        ("layers", {"microbatch": 12, "schedule": "zbv"}),
+        ("weighted", {"microbatch": 2, "schedule": "zb_h1"}),
         ("mlp", {"microbatch": 2}),
         ("tied", {"microbatch": 1}),
         ("weighted", {"microbatch": 2}),
@@ -121,6 +141,202 @@ def test_a_plan_says_its_stages_and_survives_the_file():
     assert total == pytest.approx(plan.estimates.step_time_s, rel=0.2)
     assert parts.bubble_s > 0
     assert from_json(to_json(plan)) == plan
+
+
+def test_zero_bubble_is_predicted_faster_than_1f1b_in_memory_of_the_same_order():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)), nn.Linear(4096, 1))
+        batch = (torch.empty(16 * 2048, 4096),)
+    model = Mean(model)
+
+    plans = {
+        name: autopar.plan(
+            model, "h100-sxm-80gb:4", example_inputs=batch, fix={"pp": 4, "microbatch": 2048, "schedule": name}
+        ).estimates
+        for name in ("1f1b", "zb_h1", "zbv")
+    }
+
+    steps = {name: each.step_time_s for name, each in plans.items()}
+    assert steps["zb_h1"] < steps["1f1b"]
+    assert plans["zb_h1"].breakdown.bubble_s < plans["1f1b"].breakdown.bubble_s / 2
+    static = plans["1f1b"].memory.total - plans["1f1b"].memory.activations
+    held = {name: max(stage.peak_memory_bytes for stage in each.per_stage) - static for name, each in plans.items()}
+    assert held["zb_h1"] <= 2 * held["1f1b"]
+    assert held["zbv"] <= 2 * held["1f1b"]
+
+
+def test_buffers_over_the_budget_are_refused_before_anything_runs():
+    model, batch = layers()
+    plan = autopar.plan(model, "cpu:2", example_inputs=batch, fix={"pp": 2, "microbatch": 2, "schedule": "gpipe"})
+    captured = capture(model, batch)
+
+    def launch(budget_bytes: int) -> None:
+        budget = Budget(budget_bytes, 0, "adamw")
+        staged_program(captured, plan.decisions, 0, split=(), device="cpu", budget=budget)
+
+    launch(10**6)
+    with pytest.raises(ScheduleError, match=r"rank 0 exceeds its memory from 0F[1-5] \(forward of stage 0, micro"):
+        launch(20_000)
+
+
+def stop(rank: int, how: str) -> str:
+    model, batch = layers()
+    mine = autopar.compile(model, "cpu:2", example_inputs=batch, fix={"pp": 2, "microbatch": 2})
+    loss_of(call(mine, batch)).backward()
+    if rank == 0:
+        with pytest.raises(AutoparError) as error:
+            call(mine, batch)
+        return str(error.value)
+    (bound,) = mine.__dict__["_autopar"]._known[True, True]
+    stage = bound._ways[True].stages[1]
+    run = stage.run
+
+    def failing(kind: str, microbatch: int, *rest: Any) -> Any:
+        if (kind, microbatch) == ("B", 2):
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("no such thing")
+        return run(kind, microbatch, *rest)
+
+    stage.run = failing
+    try:
+        call(mine, batch)
+    finally:
+        os._exit(1)  # as a script that nothing catches the error of
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raises", "rank 1 (stage 1) failed in the backward of stage 1, micro-batch 2: ValueError: no such thing"),
+        ("killed", "rank 1 (stage 1) did not send "),
+    ],
+)
+def test_a_rank_that_stops_in_mid_step_is_named_by_the_others(how: str, text: str):
+    with RankPool(2) as ranks:
+        first = ranks.run(stop, how, may_die=True, timeout_s=100)[0]
+
+    assert not first.error, first.trace
+    assert first.value.startswith(text)
+
+
+def clip(_rank: int, fix: dict[str, Any], norm_type: float) -> tuple[float, float, float]:
+    """Return the norm before clipping, that of the model itself, and the largest error of a clipped gradient."""
+    reference, batch = layers()
+    mine = autopar.compile(copy.deepcopy(reference), "cpu:2", example_inputs=batch, fix=fix)
+    for each in (reference, mine):
+        loss_of(call(each, batch)).backward()
+    want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
+    got = autopar.clip_grad_norm_(mine, 0.1, norm_type)
+    wanted = dict(reference.named_parameters())
+    errors = [(whole(p.grad) - wanted[name].grad).abs().max().item() for name, p in mine.named_parameters()]
+    return got.item(), want.item(), max(errors)
+
+
+@pytest.mark.parametrize(
+    ("fix", "norm_type"), [({"pp": 2, "microbatch": 3}, 2.0), ({"pp": 2}, float("inf")), ({"tp": 2}, 2.0)], ids=str
+)
+def test_clipping_sees_the_norm_of_the_whole_model(pool: RankPool, fix: dict[str, Any], norm_type: float):
+    for got, want, error in pool.values(clip, fix, norm_type):
+        assert got == pytest.approx(want, rel=1e-4)
+        assert error < 1e-6
+
+
+def overflow(rank: int) -> tuple[bool, float]:
+    """Take a step in which one rank's gradient overflows; return whether parameters changed, and the new scale."""
+    model, batch = layers()
+    mine = autopar.compile(model, "cpu:2", example_inputs=batch, fix={"pp": 2})
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(mine.parameters(), lr=1.0)
+    before = [each.detach().clone() for each in mine.parameters()]
+    call(mine, batch)
+    (bound,) = mine.__dict__["_autopar"]._known[True, True]
+    run = bound.run
+
+    def overflowing(*args: Any, **how: Any) -> Any:
+        outputs, gradients = run(*args, **how)
+        if rank == 1:
+            gradients[0].fill_(torch.inf)
+        return outputs, gradients
+
+    bound.run = overflowing
+    scaler.scale(loss_of(call(mine, batch))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    same = all(torch.equal(a, b) for a, b in zip(before, mine.parameters(), strict=True))
+    return not same, scaler.get_scale()
+
+
+def test_a_gradient_scaler_skips_the_step_on_all_stages_where_one_overflows(pool: RankPool):
+    assert pool.values(overflow) == [(False, 2.0)] * 2
+
+
+class Twice(nn.Module):
+    """Reads its input in the first block and in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        hidden = x
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return (hidden * x).square().mean()
+
+
+def graded(_rank: int) -> float:
+    """Return the largest error of the gradient of an input that two stages read."""
+    torch.manual_seed(0)
+    reference, x = Twice(), torch.randn(8, 6)
+    xs = [x.clone().requires_grad_() for _ in range(2)]
+    mine = autopar.compile(copy.deepcopy(reference), "cpu:2", example_inputs=(xs[0],), fix={"pp": 2, "microbatch": 2})
+    for each, given in zip((reference, mine), xs, strict=True):
+        (3 * each(given)).backward()
+    return (xs[0].grad - xs[1].grad).abs().max().item()
+
+
+def test_the_gradient_of_an_input_is_the_sum_over_the_stages_that_read_it(pool: RankPool):
+    assert max(pool.values(graded)) < 1e-6
+
+
+def split(_rank: int, fix: dict[str, Any], inputs: str) -> tuple[float, float, float]:
+    """Return the loss, the model's own, and the largest error of a gradient, on four ranks."""
+    reference, batch = layers()
+    mine = autopar.compile(copy.deepcopy(reference), "cpu:4", example_inputs=batch, fix=fix, inputs=inputs)
+    part, parts = autopar.input_part(mine)
+    given = tuple(each.chunk(parts)[part] for each in batch)
+    want, got = loss_of(call(reference, batch)), loss_of(call(mine, given))
+    want.backward()
+    got.backward()
+    wanted = dict(reference.named_parameters())
+    errors = [
+        ((whole(p.grad) - wanted[name].grad).norm() / (wanted[name].grad.norm() + 1e-6)).item()
+        for name, p in mine.named_parameters()
+    ]
+    return got.item(), want.item(), max(errors)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("fix", "inputs"),
+    [
+        ({"pp": 2, "dp_replicate": 2, "microbatch": 2}, "local"),
+        ({"pp": 2, "dp_shard": 2, "microbatch": 2, "schedule": "zbv"}, "global"),
+        ({"pp": 2, "tp": 2, "microbatch": 4, "schedule": "zb_h1"}, "global"),
+    ],
+    ids=str,
+)
+def test_stages_of_several_ranks_equal_the_models_own(four: RankPool, fix: dict[str, Any], inputs: str):
+    for got, want, error in four.values(split, fix, inputs):
+        assert got == pytest.approx(want, rel=1e-5)
+        assert error < 1e-4
 
 
 @pytest.mark.parametrize(

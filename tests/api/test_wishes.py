@@ -76,7 +76,7 @@ REFUSED = [
     ),
     pytest.param({"fix": {"tp": 4}, "constraint": "up.weight=Shard(2)@tp"}, InfeasibleError, "cannot be met", id="dim"),
     pytest.param({"fix": {"cp": 2}}, UsageError, "--fix cp=2: this version", id="context"),
-    pytest.param({"fix": {"pp": 2, "schedule": "zbv"}}, UsageError, "--fix schedule=zbv: this version", id="schedule"),
+    pytest.param({"fix": {"pp": 2, "schedule": "zb_h1", "interleave": 2}}, UsageError, "has 1 stages a rank", id="zb"),
     pytest.param({"fixx": {"tp": 2}}, UsageError, "unknown option 'fixx'", id="option"),
 ]
 

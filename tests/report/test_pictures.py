@@ -9,11 +9,12 @@ from io import StringIO
 
 import pytest
 
-from autopar.ir.plan import Plan, Warned
+from autopar.ir.plan import Plan, Schedule, Stage, StageEstimate, Warned
 from autopar.report.html import html
 from autopar.report.outline import edges_into, parameter_groups, summary
 from autopar.report.pictures import dot, mermaid
 from autopar.report.table import print_table, table_text
+from autopar.simulate.planned import planned_timeline
 
 Golden = Callable[[str, str], None]
 
@@ -112,3 +113,37 @@ def test_the_page_is_whole_self_contained_and_escaped(small_plan: Plan):
     assert "<script>" not in page
     for text in (summary(small_plan), "up.weight", "aten.mm.default", "all_gather", "50 % slower", "roofline"):
         assert text in page
+
+
+def staged(plan: Plan) -> Plan:
+    """The small plan as two stages of four ranks each, with figures that make its picture easy to check."""
+    stages = (
+        Stage(index=0, ranks=(0, 1, 2, 3), blocks=("layers.0", "layers.1"), parameters=("up.weight",)),
+        Stage(index=1, ranks=(4, 5, 6, 7), blocks=("layers.2",), parameters=("down.weight",)),
+    )
+    each = StageEstimate(
+        index=0,
+        step_time_s=0.12,
+        peak_memory_bytes=2**30,
+        forward_s=0.01,
+        input_gradient_s=0.01,
+        weight_gradient_s=0.01,
+    )  # fmt: skip
+    schedule = Schedule(name="zb_h1", interleave=1, num_microbatches=4)
+    return replace(
+        plan,
+        decisions=replace(plan.decisions, stages=stages, schedule=schedule),
+        estimates=replace(plan.estimates, per_stage=(each, replace(each, index=1, peak_memory_bytes=2**29))),
+    )
+
+
+def test_stages_are_shown_with_blocks_seconds_bytes_and_a_picture_of_their_schedule(small_plan: Plan, golden: Golden):
+    plan = staged(small_plan)
+
+    text = table_text(plan, timeline=planned_timeline(plan))
+
+    golden("stages.txt", text[text.index("stages (") : text.index("time of a step")])
+
+
+def test_a_plan_without_stages_has_no_timeline(small_plan: Plan):
+    assert planned_timeline(small_plan) is None

@@ -110,6 +110,36 @@ class Repeated(nn.Module):
         return x.square().mean()
 
 
+class Strided(nn.Module):
+    """Layers that hand on values whose elements do not lie side by side in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        x = torch.tanh(self.layers[0](x)).transpose(0, 1)
+        x = torch.tanh(self.layers[1](x))[:, ::2]
+        x = torch.tanh(self.layers[2](x)).sum(0, keepdim=True).expand(3, -1, -1).transpose(0, 1)
+        return self.layers[3](x).square().mean()
+
+
+class Again(nn.Module):
+    """Layers with one BatchNorm between them, whose statistics each of them changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return x.square().mean()
+
+
 def branching() -> dict[str, tuple[nn.Module, Any]]:
     """Return each model with an example batch, the same at every call."""
     torch.manual_seed(2)
@@ -119,4 +149,5 @@ def branching() -> dict[str, tuple[nn.Module, Any]]:
         "translator": (Translator(), (ids, torch.randint(0, 16, (4, 6)))),
         "counting": (Counting(), (torch.randn(4, 8),)),
         "repeated": (Repeated(), (torch.randn(4, 8),)),
+        "strided": (Strided(), (torch.randn(4, 6, 8),)),
     }

@@ -107,6 +107,10 @@ class Pipeline:
         ties = {tie.name: tie for tie in self.programs[0].ties}
         for stage in range(self.stages):
             mine = [p.stages[stage] for p in self.programs]
+            for rank, sums in enumerate(self.sums):  # of inputs: as backward gives them
+                for (at, name), value in sums.items():
+                    if at == stage and name not in mine[rank].finish_takes:
+                        done[rank][name] = done[rank][name] + value if name in done[rank] else value
             if mine[0].finish is None:
                 continue
             given = [[self.sums[r][stage, name] for name in p.finish_takes] for r, p in enumerate(mine)]

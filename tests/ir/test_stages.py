@@ -1,0 +1,157 @@
+"""Blocks of a program, and the stage of every operator of a cut between them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.capture.recompute import recomputed
+from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.ir.graph import Graph
+from autopar.ir.stages import everywhere, stage_of, units
+from tests.support.branching import branching
+from tests.support.models import cases
+
+
+class Deep(nn.Module):
+    """Stages of layers, as a ResNet has them, and experts in one of them."""
+
+    def __init__(self, experts: bool = False) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(Deep.layer(), Deep.layer()) for _ in range(2))
+        self.router = nn.Linear(8, 2)
+        self.experts = experts
+        self.rows = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+
+    @staticmethod
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.experts:
+            for stage in self.stages:
+                x = stage(x)
+            return x.sum()
+        for row in self.rows:
+            x = row[0](x) + row[1](x)
+        return x.sum()
+
+
+def graph_of(name: str, **how: bool) -> Graph:
+    model, example = {**cases(), **branching()}[name]
+    return capture(model, example, **how).graph
+
+
+def paths(graph: Graph) -> list[str]:
+    return [unit.path for unit in units(graph)]
+
+
+def one_each(graph: Graph) -> list[list[str]]:
+    return [[path] for path in paths(graph)]
+
+
+def test_layers_of_module_lists_are_the_blocks_in_the_order_they_run():
+    assert paths(graph_of("translator")) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    assert paths(graph_of("skips")) == ["down.0", "down.1", "down.2", "up.0", "up.1", "up.2"]
+
+
+def test_without_module_lists_blocks_are_the_modules_that_hold_parameters():
+    assert paths(graph_of("tied")) == ["embed", "norm", "qkv", "out", "head"]
+
+
+def test_a_list_of_lists_of_layers_is_cut_between_the_layers_but_not_between_experts():
+    rows = capture(Deep(), (torch.randn(4, 8),)).graph
+    experts = capture(Deep(experts=True), (torch.randn(4, 8),)).graph
+
+    assert paths(rows) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert paths(experts) == ["rows.0", "rows.1"]
+
+
+def test_every_forward_operator_is_in_one_block_and_what_runs_around_blocks_in_the_one_before():
+    graph = graph_of("translator")
+
+    found = units(graph)
+
+    forward = [op.name for op in graph.ops if op.kind == "call" and op.phase == "forward"]
+    assert sorted(name for unit in found for name in unit.ops) == sorted(forward)
+    modules = [{graph.by_name[name].module for name in unit.ops} for unit in found]
+    assert "embed" in modules[0]
+    assert "head" in modules[3]
+
+
+def test_a_tied_parameter_is_in_every_block_that_reads_it():
+    found = units(graph_of("tied"))
+
+    assert [unit.path for unit in found if "embed.weight" in unit.parameters] == ["embed", "head"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", [*cases(), *branching()])
+def test_values_flow_up_the_stages_in_forward_and_gradients_down(name: str, again: bool):
+    model, example = {**cases(), **branching()}[name]
+    captured = capture(model, example)
+    graph = recomputed(captured).graph if again else captured.graph
+    shared, behind = everywhere(graph), gradients(graph)
+
+    stages = stage_of(graph, one_each(graph))
+
+    assert set(stages) == set(graph.by_name)
+    for op in graph.ops:
+        for ref in op.refs:
+            if op.kind == "call" and ref.op not in shared and (op.name in behind) == (ref.op in behind):
+                up = op.name not in behind
+                assert (stages[ref.op] <= stages[op.name]) if up else (stages[ref.op] >= stages[op.name])
+    forward = [stages[op.name] for op in graph.ops if op.kind == "call" and op.phase == "forward"]
+    assert all(a <= b for a, b in pairwise(forward))
+
+
+def gradients(graph: Graph) -> set[str]:
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind == "tangent" or any(ref.op in found for ref in op.refs):
+            found.add(op.name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "skips", "translator", "vision"])
+def test_operators_with_parameters_of_a_block_run_on_its_stage_in_backward_too(name: str):
+    graph = graph_of(name)
+
+    stages = stage_of(graph, one_each(graph))
+
+    for stage, path in enumerate(paths(graph)):
+        own = [op for op in graph.ops if op.module == path and op.phase == "backward" and ".mm." in op.target]
+        assert {stages[op.name] for op in own} <= {stage}
+
+
+def test_blocks_of_the_training_program_cut_the_evaluation_program_of_the_model():
+    blocks = [["embed", "norm"], ["qkv", "out", "head"]]
+    evaluation = graph_of("tied", training=False, with_backward=False)
+
+    stages = stage_of(evaluation, blocks)
+
+    modules = {op.module: stages[op.name] for op in evaluation.ops if op.kind == "call" and op.module}
+    assert {"embed": 0, "norm": 0, "qkv": 1, "head": 1}.items() <= modules.items()
+
+
+def test_one_stage_needs_no_blocks():
+    assert set(stage_of(graph_of("mlp"), [()]).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kind", "text"),
+    [
+        ([["encoder.0"], ["decodr.0"]], UsageError, r"no module 'decodr\.0' .*\(did you mean 'decoder\.0'\?\)"),
+        ([["decoder.0"], ["encoder.0"]], UsageError, r"'encoder\.0' of stage 1 runs before block 'decoder\.0' "),
+        ([["encoder.0"], ["encoder.0"]], UsageError, r"block 'encoder\.0' is named in two places"),
+        ([["encoder.0"], []], UsageError, r"stage 1 of 2 has no blocks"),
+        ([["encoder.0"]] + [[]] * 4, InfeasibleError, r"5 pipeline stages, and the model has 4 blocks .*--fix pp=4"),
+    ],
+)  # fmt: skip
+def test_blocks_that_make_no_cut_are_refused(blocks, kind: type[AutoparError], text: str):
+    with pytest.raises(kind, match=text):
+        stage_of(graph_of("translator"), blocks)
