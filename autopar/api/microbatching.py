@@ -69,7 +69,9 @@ def _of_inputs_alone(graph: Graph) -> frozenset[str]:
 
 
 def _needs_all(op: Op) -> InfeasibleError:
+    way_out = "leave microbatch and pp out"
+    if "batch_norm" in op.target:
+        way_out += ", replace BatchNorm by GroupNorm or LayerNorm, or freeze it (its own .eval()), as fine-tuning does"
     return InfeasibleError(
-        f"the batch cannot be cut into micro-batches: {op.where} needs all samples of a step at once; leave microbatch "
-        "out, or replace the operator (BatchNorm by GroupNorm or LayerNorm)"
+        f"the batch cannot be cut into micro-batches: {op.where} needs all samples of a step at once; {way_out}"
     )

@@ -14,6 +14,9 @@ from autopar.ir.placement import Layout, Placement, Replicate, Shard
 from autopar.ir.plan import Decisions, OperatorDecision
 from autopar.ir.strategy import MeshStrategy, Strategy
 
+OWN = "own"
+"""Lowering along time of an operator that a micro-batch does on its own rows as if they were all there are."""
+
 
 def joined(time: Placement, layout: Layout, count: int) -> Layout:
     """Return the layout over time and ranks of what lies in `layout` within each of `count` micro-batches."""

@@ -109,7 +109,9 @@ def tiny_config(name: str, **settings: Any) -> Any:
     return config
 
 
-def tiny(name: str, *, seed: int = 0, meta: bool = False, **settings: Any) -> tuple[nn.Module, dict[str, Any]]:
+def tiny(
+    name: str, *, seed: int = 0, meta: bool = False, batch: int = BATCH, **settings: Any
+) -> tuple[nn.Module, dict[str, Any]]:
     """Return a small model in training mode and its keyword arguments, both on the CPU (on meta if asked).
 
     `settings` replace those of the configuration (`num_hidden_layers=4`). Random state is left as it was.
@@ -117,13 +119,13 @@ def tiny(name: str, *, seed: int = 0, meta: bool = False, **settings: Any) -> tu
     config = tiny_config(name, **settings)
     if meta:
         model = hf.build(config)
-        return model, {key: spec.meta() for key, spec in _inputs(model)} | hf.plain_arguments(model)
+        return model, {key: spec.meta() for key, spec in _inputs(model, batch)} | hf.plain_arguments(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = hf.build(config, "cpu")
     generator = torch.Generator().manual_seed(seed)
-    return model, {key: spec.random(generator) for key, spec in _inputs(model)} | hf.plain_arguments(model)
+    return model, {key: spec.random(generator) for key, spec in _inputs(model, batch)} | hf.plain_arguments(model)
 
 
-def _inputs(model: nn.Module) -> Iterable[tuple[str, hf.InputSpec]]:
-    return hf.inputs(model, BATCH, SEQ).items()
+def _inputs(model: nn.Module, batch: int) -> Iterable[tuple[str, hf.InputSpec]]:
+    return hf.inputs(model, batch, SEQ).items()

@@ -7,11 +7,14 @@ a loss is the mean of): these are computed from all micro-batches' inputs before
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import Mark, mark, over_microbatches, role
@@ -22,6 +25,16 @@ _RELAID = frozenset(
      torch.ops.aten.as_strided.default, torch.ops.aten.slice.Tensor}
 )  # fmt: skip
 """Operators that may turn any dimension into that of the batch."""
+
+_BLANK = frozenset(
+    {torch.ops.aten.new_zeros.default, torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default,
+     torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default,
+     torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
+)  # fmt: skip
+"""Operators whose result does not depend on the values of what they read."""
+
+_MOST_ELEMENTS = 1 << 24
+"""Elements up to which tables of positions are computed to see whether they repeat: 0.1 s."""
 
 TOTAL = "total_over_microbatches"
 """Start of the names of placeholders that take a sum over all micro-batches."""
@@ -45,6 +58,7 @@ def settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
     """Replace every mark in the program by its term or by a placeholder for the sum; return how those sums are made.
 
     Raises:
+        InfeasibleError: a constant has a row for each sample, and so would be another in each micro-batch.
         RewriteError: a value is needed that only all micro-batches together give.
     """
     _check_cuts(gm.graph, graph)
@@ -109,19 +123,54 @@ def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:
 def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
     """Check that what is cut along time is the same for every micro-batch, as all run the program of the first.
 
-    Values repeated along the batch are, and positions counted from the micro-batch's own start.
+    Values repeated along the batch are. A range is not, but where it is read as places among a micro-batch's own rows.
     """
     for node in graph.nodes:
-        if not node.meta.get("cut_in_time"):
+        dim = node.meta.get("cut_in_time")
+        if dim is None or _read_as_own(node):
             continue
-        source = node.all_input_nodes[0].meta["val"]
-        repeated = isinstance(source, torch.Tensor) and source.stride(0) == 0
-        rows = [each for each in sorted(ancestors([node])) if _has_rows(each, captured)]
-        if not repeated and rows:
-            raise RewriteError(
-                f"{mark(node).moves or mark(node).origin} differs from micro-batch to micro-batch and comes from "
-                f"{rows[0].name}, which is whole in each"
+        source = node.all_input_nodes[0]
+        value = source.meta["val"]
+        if isinstance(value, torch.Tensor) and value.stride(dim) == 0:
+            continue
+        made = sorted(ancestors([source], leaves=_BLANK))
+        found = [each for each in made if _has_rows(each, captured)]
+        count = value.shape[dim] // node.meta["val"].shape[dim]
+        if not found and isinstance(value, torch.Tensor) and not _is_repeated(made, source, dim, count):
+            found = [source]
+        if found:
+            origin = captured.by_name[mark(node).origin]
+            raise InfeasibleError(
+                f"the batch cannot be cut into micro-batches: {origin.where} differs from micro-batch to micro-batch "
+                f"and comes from {found[0].name}, which is whole in each; make it of the inputs, or leave microbatch "
+                "and pp out"
             )
+
+
+def _read_as_own(node: fx.Node) -> bool:
+    """Return whether all that read a value, moved or not, take it as places among a micro-batch's own rows."""
+    return all(user.meta.get("own_rows") or (role(user) == "move" and _read_as_own(user)) for user in node.users)
+
+
+def _is_repeated(made: Sequence[fx.Node], source: fx.Node, dim: int, count: int) -> bool:
+    """Return whether `count` parts of a value that comes of nothing but ranges and constants are equal.
+
+    `made` is all that it comes of, in order. Others are said to be: a row a sample would have come from a table.
+    """
+    small = sum(each.meta["val"].numel() for each in made if isinstance(each.meta.get("val"), torch.Tensor))
+    drawn = any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in made)
+    if drawn or small > _MOST_ELEMENTS or any(each.op != "call_function" for each in made):
+        return True
+    values: dict[fx.Node, Any] = {}
+    for each in made:
+        if each.target in _BLANK:
+            values[each] = torch.zeros((), dtype=each.meta["val"].dtype).expand(each.meta["val"].shape)
+            continue
+        target: Any = each.target
+        args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
+        values[each] = target(*args, **kwargs)
+    first, *others = values[source].chunk(count, dim)
+    return all(torch.equal(first, other) for other in others)
 
 
 def _has_rows(node: fx.Node, captured: Graph) -> bool:

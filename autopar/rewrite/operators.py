@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.mesh import Mesh
+from autopar.ir.microbatches import OWN, within
+from autopar.ir.placement import Layout, local_shape
+from autopar.ir.strategy import MeshStrategy
+from autopar.ir.tensor import TensorMeta
 from autopar.rewrite.localise import localise
 from autopar.rewrite.lowerings import lowering_of
 from autopar.rewrite.site import Site
@@ -23,6 +28,8 @@ def emit(site: Site, node: fx.Node) -> Any:
     `site` holds the arguments with the sizes of the whole tensors, `node` is the operator in the captured graph.
     Without mesh axes the operator stays as it was.
     """
+    if site.mesh.time_axes and site.strategy.axes[0].lowering == OWN:
+        return _on_own_rows(site, node)
     if not site.mesh.axes:
         return site.graph.create_node(node.op, node.target, site.args, site.kwargs, name=node.name)
     args, kwargs = localise(site.op, site.args, site.kwargs, site.strategy, site.mesh)
@@ -30,3 +37,37 @@ def emit(site: Site, node: fx.Node) -> Any:
         return lowering_of(site.op.target)(replace(site, args=args, kwargs=kwargs))
     target = _ATEN.reshape.default if node.target in _RESHAPE else node.target
     return site.graph.create_node(node.op, target, args, kwargs, name=node.name)
+
+
+def _on_own_rows(site: Site, node: fx.Node) -> Any:
+    """Append an operator as if the micro-batch were the whole batch: split among ranks, not in time."""
+    axis, inner = site.mesh.axes[0], Mesh(site.mesh.axes[1:])
+    time, strategy = within(site.strategy, axis.size)
+    inputs = tuple((each,) for each in time.inputs)
+    outputs = tuple(None if each is None else (each,) for each in time.outputs)
+    args, kwargs = localise(site.op, site.args, site.kwargs, MeshStrategy((time,), inputs, outputs), Mesh((axis,)))
+    made = tuple(
+        None if meta is None or layout is None else _part(meta, layout, axis.size)
+        for meta, layout in zip(site.op.outputs, outputs, strict=True)
+    )
+    before = next(iter(reversed(site.graph.nodes)), None)
+    small = replace(
+        site,
+        op=replace(site.op, outputs=made),
+        args=args,
+        kwargs=kwargs,
+        strategy=strategy,
+        mesh=inner,
+        coordinate=site.coordinate[1:],
+        metas=tuple(_part(meta, layout, axis.size) for meta, layout in zip(site.metas, inputs, strict=True)),
+    )
+    result = emit(small, node)
+    for each in reversed(site.graph.nodes):
+        if each is before:
+            break
+        each.meta["own_rows"] = True
+    return result
+
+
+def _part(meta: TensorMeta, layout: Layout, count: int) -> TensorMeta:
+    return replace(meta, shape=local_shape(meta.shape, layout, (count,)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -69,15 +70,15 @@ def is_forward(node: fx.Node, tangents: Sequence[str]) -> bool:
     return mark(node).phase == "forward"
 
 
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that `roots` depend on, themselves included."""
+def ancestors(roots: Iterable[fx.Node], leaves: Collection[Any] = ()) -> set[fx.Node]:
+    """Return the nodes that `roots` depend on, themselves included; nothing that calls of `leaves` depend on."""
     found: set[fx.Node] = set()
     todo = list(roots)
     while todo:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            todo += node.all_input_nodes
+            todo += [] if node.target in leaves else node.all_input_nodes
     return found
 
 

@@ -202,7 +202,7 @@ class _InTime(_Step):
 
     def slice(self, value: fx.Node) -> fx.Node:
         own = super().slice(value)
-        own.meta["cut_in_time"] = True
+        own.meta["cut_in_time"] = self._shard(self.step.after).dim
         return own
 
     def all_reduce(self, value: fx.Node) -> fx.Node:

@@ -77,6 +77,13 @@ class Call:
         found = self._index.get(name, ())
         return found[0] if found else None
 
+    @property
+    def gradients(self) -> list[int]:
+        """Return the places in `metas` of the gradients that an operator of backward is linear in; others have none."""
+        if "_backward" not in self.op.target:
+            return []
+        return [index for name, found in self._index.items() if name.startswith("grad") for index in found]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of the tensor given for an argument; empty where none is given."""
         index = self.index(name)

@@ -20,10 +20,15 @@ from autopar.strategies.call import Call, is_term_friendly
 from autopar.strategies.matmul import aligned
 
 
+def indexed(call: Call) -> tuple[int, ...]:
+    """Return the dimensions of `self` that an index tensor is given for."""
+    return tuple(d for d, each in enumerate(call.arg("indices")) if isinstance(each, Ref))
+
+
 def _indexed(call: Call) -> tuple[tuple[int, ...], Dims, Dims, Dims]:
     """Return the indexed dimensions of `self`, and the dimensions of `self`, of the index and of what is read."""
     shape = call.metas[0].shape
-    dims = tuple(d for d, each in enumerate(call.arg("indices")) if isinstance(each, Ref))
+    dims = indexed(call)
     shapes = [call.metas[i].shape for i in range(1, 1 + len(dims))]
     index = plain(letters(len(np.broadcast_shapes(*shapes)), len(shape)))
     names = letters(len(shape))

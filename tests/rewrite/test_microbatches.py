@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
+from autopar.errors import InfeasibleError
 from autopar.ir.microbatches import joined, parted, with_time
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.rewrite import Totals, localised
-from autopar.rewrite.errors import RewriteError
 from tests.support.models import cases
+from tests.support.routing import Experts, Ranked, routing
 from tests.support.whole import Whole
 
 IGNORED = -100
@@ -64,7 +65,12 @@ class Typed(nn.Module):
 
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
-    return {**{name: cases()[name] for name in ("mlp", "tied", "plain")}, "weighted": weighted(), "typed": typed}
+    return {
+        **{name: cases()[name] for name in ("mlp", "tied", "plain")},
+        "weighted": weighted(),
+        "typed": typed,
+        **routing(),
+    }
 
 
 def programs(model: nn.Module, example: Any, count: int) -> tuple[Whole, torch.fx.GraphModule, Totals | None, Any]:
@@ -138,8 +144,19 @@ class Positions(nn.Module):
 
 @pytest.mark.parametrize("model", [Positions(), Rows()])
 def test_a_table_with_a_row_a_sample_is_refused(model: nn.Module):
-    with pytest.raises(RewriteError, match="differs from micro-batch to micro-batch and comes from"):
+    with pytest.raises(InfeasibleError, match="differs from micro-batch to micro-batch and comes from"):
         programs(model, (torch.randn(8, 4),), 2)
+
+
+@pytest.mark.parametrize("how", ["neighbours", "beside", "numbers", "positions", "first", "returned"])
+def test_rows_and_places_of_the_whole_batch_are_refused(how: str):
+    with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
+        programs(Ranked(how), (torch.randn(8, 4),), 2)
+
+
+def test_a_loss_that_balances_experts_over_the_whole_batch_is_refused():
+    with pytest.raises(InfeasibleError, match="needs all samples of a step at once"):
+        programs(Experts(balance=0.1), (torch.randn(8, 3, 8),), 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""The strategy of each operator along the axis of micro-batches: plain data parallelism, and each on its own rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from autopar.ir.graph import Graph, Op, Ref
+from autopar.ir.placement import Placement, Replicate, Shard
+from autopar.ir.strategy import Strategy
+from autopar.strategies.call import Call
+from autopar.strategies.following import mismatch
+from autopar.strategies.own_rows import ANY, RULES, Fact, MixedRows, Seen, facts_of, is_ascending, linear
+
+_BLANK = frozenset(
+    f"aten.{name}"
+    for name in (
+        "full.default", "zeros.default", "ones.default", "empty.memory_format", "empty_strided.default",
+        "full_like.default", "zeros_like.default", "ones_like.default", "empty_like.default", "new_zeros.default",
+        "new_ones.default", "new_full.default", "new_empty.default", "new_empty_strided.default",
+    )
+)  # fmt: skip
+"""Operators that make a tensor of equal elements: it can be wherever its readers want it."""
+
+
+def follow_in_time(graph: Graph, count: int, found: Mapping[str, tuple[Strategy, ...]]) -> dict[str, Strategy]:
+    """Return the strategy of each representative operator along an axis of `count` micro-batches.
+
+    That of plain data parallelism, but where micro-batches can do by themselves what it would join the batch for.
+    An operator that needs the whole batch has a strategy whose inputs are not where they are made.
+    """
+    return _Follower(graph, count, found).run()
+
+
+class _Follower:
+    """Goes through a program once, and notes of every value where it is and what is known of it."""
+
+    def __init__(self, graph: Graph, count: int, found: Mapping[str, tuple[Strategy, ...]]) -> None:
+        self._graph, self._count, self._options = graph, count, found
+        self._follow: dict[str, Strategy] = {}
+        self._placed: dict[Ref, Placement | None] = {}
+        self._facts: defaultdict[Ref, Fact] = defaultdict(Fact)
+        self._sorts: dict[str, Ref] = {}
+        self._blank: set[str] = set()
+        self._results = {output.ref for output in graph.outputs if output.ref is not None}
+
+    def run(self) -> dict[str, Strategy]:
+        for op in self._graph.ops:
+            if op.kind == "call":
+                self._call(op)
+            else:
+                self._begin(op)
+        self._settle_blanks()
+        return self._follow
+
+    def _begin(self, op: Op) -> None:
+        rep, batch = self._graph.representative(op.name), self._graph.batch_size
+        meta = op.outputs[0] if op.outputs else None
+        batched = meta is not None and batch and meta.shape[:1] == (batch,) and batch % self._count == 0
+        options = self._options[rep]
+        mine = options[0]
+        if op.kind == "tangent" and batched:
+            mine = next((s for s in options if s.outputs[0] == Shard(0)), mine)
+        self._follow.setdefault(rep, mine)
+        for index, placement in enumerate(mine.outputs):
+            self._placed[Ref(op.name, index)] = Shard(0) if op.kind == "input" and batched else placement
+
+    def _call(self, op: Op) -> None:
+        rep = self._graph.representative(op.name)
+        metas = tuple(self._graph.meta(ref) for ref in op.refs)
+        now = tuple(self._placed[ref] for ref in op.refs)
+        call = Call(op, metas, self._count, ())
+        seen = Seen(op, call, now, tuple(self._facts[ref] for ref in op.refs), self._sorts)
+        try:
+            mine, facts = self._found(seen, rep)
+            if self._follow.setdefault(rep, mine) != mine:
+                raise MixedRows
+            if any(fact.is_own and Ref(op.name, index) in self._results for index, fact in enumerate(facts)):
+                raise MixedRows
+        except MixedRows:
+            # Reads everything whole: what it reads in parts is then found to cross micro-batches.
+            mine, facts = call.replicated(), (Fact(),) * len(op.outputs)
+            self._follow[rep] = mine
+        blank = self._is_blank(op)
+        if op.target.startswith("aten.sort.") and facts[0].tells is not None and is_ascending(op):
+            self._sorts[op.name] = facts[0].tells[1]
+        if blank:
+            self._blank.add(op.name)
+        for index, placement in enumerate(mine.outputs):
+            ref = Ref(op.name, index)
+            self._placed[ref] = None if blank else placement
+            self._facts[ref] = Fact(ANY) if blank else facts[index]
+
+    def _found(self, seen: Seen, rep: str) -> tuple[Strategy, tuple[Fact, ...]]:
+        own = RULES[seen.op.target](seen) if seen.op.target in RULES else linear(seen)
+        if own is not None:
+            return own
+        mine = self._follow.get(rep) or self._plain(seen, rep)
+        return mine, facts_of(seen, mine) if not self._is_blank(seen.op) else (Fact(ANY),) * len(mine.outputs)
+
+    def _plain(self, seen: Seen, rep: str) -> Strategy:
+        options = self._options[rep]
+        if all(each is None or each == Replicate() for each in seen.now):
+            return options[0]
+        metas, outputs = seen.call.metas, seen.op.outputs
+        return min(options, key=lambda s: mismatch(s, seen.now, metas, outputs, self._count))
+
+    def _is_blank(self, op: Op) -> bool:
+        """Return whether a value is as good anywhere: of equal elements, or made of nothing but such."""
+        return op.target in _BLANK or (bool(op.refs) and all(ref.op in self._blank for ref in op.refs))
+
+    def _settle_blanks(self) -> None:
+        """Make blank values where all their readers want them; whole, to be cut, where these disagree."""
+        wanted: defaultdict[str, set[Placement]] = defaultdict(set)
+        for ref in self._results & {Ref(name) for name in self._blank}:
+            wanted[self._graph.representative(ref.op)].add(Replicate())
+        for op in reversed(self._graph.ops):
+            rep = self._graph.representative(op.name)
+            if op.name in self._blank:
+                self._settle(op, rep, wanted[rep])
+            for slot, ref in enumerate(op.refs):
+                if ref.op in self._blank:
+                    wanted[self._graph.representative(ref.op)].add(self._follow[rep].inputs[slot])
+
+    def _settle(self, op: Op, rep: str, wanted: set[Placement]) -> None:
+        metas = tuple(self._graph.meta(ref) for ref in op.refs)
+        now = tuple(self._placed[ref] for ref in op.refs)
+        target = next(iter(wanted)) if len(wanted) == 1 else Replicate()
+        for made in (target, Replicate()):
+            fits = [each for each in self._options[rep] if all(placed == made for placed in each.outputs)]
+            if fits:
+                self._follow[rep] = min(fits, key=lambda s: mismatch(s, now, metas, op.outputs, self._count))
+                return

@@ -1,0 +1,371 @@
+"""Operators on rows that a micro-batch can permute, count and point at by itself, as if its rows were all there are.
+
+A mixture of experts sorts its tokens by expert, multiplies each run of them by its expert's weights and puts them
+back; a classifier reads `logits[arange(batch), last]`. Sorted, or counted from 0, within a micro-batch, the values in
+between are others than the whole batch's. What is made of them is the same if whatever reads them works row by row,
+in whatever order, and takes places as places among the same rows. `Fact` is what must be known of a value to say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Op, Ref
+from autopar.ir.microbatches import OWN
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.ir.strategy import Strategy
+from autopar.strategies.call import Call
+from autopar.strategies.indexing import indexed
+
+ANY = "*"
+"""Rows that are alike, or that stand for any rows they are laid beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that places point at: what sorted them (empty: they are in the batch's order), and how many there are."""
+
+    order: str
+    extent: int
+    """Of one micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is known of a value beyond its placement."""
+
+    order: str = ""
+    """Name of the sort that put the rows of the split dimension in order, empty for the batch's order, or `ANY`."""
+
+    places: Rows | None = None
+    """The elements are places among these rows of the own micro-batch."""
+
+    counted: bool = False
+    """A whole range from 0: cut along its one dimension, it holds places among any rows."""
+
+    tells: tuple[str, Ref] | None = None
+    """`keys`: the elements are those of that value, in some order; `counts`, `ends`: of its values, from the least."""
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the value is another than the whole batch's, cut."""
+        return self.places is not None or self.order not in {"", ANY}
+
+
+class MixedRows(ValueError):  # noqa: N818  not an error of anyone: caught where the operator gets another strategy
+    """Rows of different orders meet, or a place is read as a number."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One operator, and what is known of what it reads."""
+
+    op: Op
+    call: Call
+    now: tuple[Placement | None, ...]
+    """Where each tensor it reads lives; `None`: wherever it is wanted."""
+
+    facts: tuple[Fact, ...]
+    sorts: Mapping[str, Ref]
+    """What each sort of the program so far sorted by."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of micro-batches."""
+        return self.call.size
+
+    def keys(self, slot: int) -> Ref:
+        """Return the value whose elements an input holds, in its own order or another."""
+        tells = self.facts[slot].tells
+        return tells[1] if tells is not None and tells[0] == "keys" else self.op.refs[slot]
+
+    def is_split(self, slot: int, dim: int) -> bool:
+        """Return whether micro-batches have runs of dimension `dim` of an input."""
+        return self.now[slot] == Shard(dim)
+
+
+Found = tuple[Strategy, tuple[Fact, ...]]
+
+
+def joint(orders: Iterable[str]) -> str:
+    """Return the order of rows that lie beside each other.
+
+    Raises:
+        MixedRows: there is none.
+    """
+    found = {order for order in orders if order != ANY}
+    if len(found) > 1:
+        raise MixedRows
+    return found.pop() if found else ANY
+
+
+def _sort(seen: Seen) -> Found | None:
+    if len(seen.call.metas[0].shape) != 1 or not seen.is_split(0, 0):
+        return None
+    order = seen.op.name
+    extent = seen.call.metas[0].shape[0] // seen.count
+    values = Fact(order, tells=("keys", seen.keys(0)))
+    made = seen.call.strategy({0: Shard(0)}, {0: Shard(0), 1: Shard(0)}, OWN)
+    return made, (values, Fact(order, Rows(seen.facts[0].order, extent)))
+
+
+def is_ascending(op: Op) -> bool:
+    """Return whether a sort puts the least first."""
+    return not Call(op, (), 1, ()).arg("descending")
+
+
+def _cumulated(seen: Seen) -> Found | None:
+    """Ends of each key's rows, from how many there are: parts of both add up, of whole numbers too."""
+    tells = seen.facts[0].tells
+    if tells is None or tells[0] != "counts" or len(seen.call.metas[0].shape) != 1 or seen.now[0] != Partial():
+        return None
+    return seen.call.strategy({0: Partial()}, {0: Partial()}, OWN), (Fact(tells=("ends", tells[1])),)
+
+
+def _copied_counts(seen: Seen) -> Found | None:
+    """Counts stay whole numbers, and so add up, in whatever type."""
+    tells = seen.facts[0].tells
+    if tells is None or tells[0] == "keys" or seen.now[0] != Partial():
+        return None
+    return seen.call.strategy({0: Partial()}, {0: Partial()}, OWN), (Fact(tells=tells),)
+
+
+def _grouped(tokens: Mapping[int, int], ends: int, made: Mapping[int, Placement]) -> Callable[[Seen], Found | None]:
+    """Return the rule of a product of sorted tokens with their experts' weights.
+
+    `tokens` are the dimension of each input that is tokens, `made` the placement of each output.
+    """
+
+    def rule(seen: Seen) -> Found | None:
+        if not all(seen.is_split(slot, dim) for slot, dim in tokens.items()) or seen.now[ends] != Partial():
+            return None
+        order = joint(seen.facts[slot].order for slot in tokens)
+        if seen.facts[ends].tells != ("ends", seen.sorts.get(order)):
+            raise MixedRows
+        ins: dict[int | None, Placement] = {slot: Shard(dim) for slot, dim in tokens.items()}
+        strategy = seen.call.strategy({**ins, ends: Partial()}, dict(made), OWN)
+        return strategy, tuple(Fact(order) if isinstance(p, Shard) else Fact() for p in strategy.outputs)
+
+    return rule
+
+
+def linear(seen: Seen) -> Found | None:
+    """Return what an operator makes of a gradient of which each micro-batch has a term, and of values equal in all.
+
+    That is the gradient of a table that all samples share, on its way through what was done to the table.
+    """
+    terms = [slot for slot, now in enumerate(seen.now) if now == Partial()]
+    if not terms or any(now not in {Partial(), Replicate()} for now in seen.now):
+        return None
+    if seen.op.target not in _PRODUCTS and terms != seen.call.gradients:
+        return None
+    if seen.op.target in _PRODUCTS and len(terms) != 1:
+        return None
+    made = {i: Partial() for i, meta in enumerate(seen.op.outputs) if meta is not None}
+    return seen.call.strategy(dict.fromkeys(terms, Partial()), {**made}), (Fact(),) * len(seen.op.outputs)
+
+
+_PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
+
+
+def _native_grouped(seen: Seen) -> Found | None:
+    ranks = tuple(len(meta.shape) for meta in seen.call.metas)
+    if ranks == (2, 3, 1):
+        return _grouped({0: 0}, 2, {0: Shard(0)})(seen)
+    return _grouped({0: 1, 1: 0}, 2, {0: Partial()})(seen) if ranks == (2, 2, 1) else None
+
+
+@dataclass(frozen=True)
+class _Pointed:
+    """Index tensors, one of which points at rows of the own micro-batch."""
+
+    slot: int
+    """The one that does."""
+
+    dim: int
+    """The dimension that it indexes."""
+
+    rows: Rows
+    at: int
+    """Which dimension of all index tensors, broadcast, is split."""
+
+    inputs: dict[int | None, Placement]
+    """Where each index tensor must live."""
+
+    order: str
+    """Of the places themselves."""
+
+
+def _pointed(seen: Seen, dims: Sequence[int], order: str | None) -> _Pointed | None:
+    """Return which index tensor points at own rows; `order`: that of the split dimension, `None` where it is open."""
+    rank = max(len(seen.call.metas[1 + i].shape) for i in range(len(dims)))
+    for slot, dim in enumerate(dims, 1):
+        extent = seen.call.metas[0].shape[dim]
+        found = _points(seen, slot, Rows(ANY if order is None else order, extent // seen.count))
+        if found is None or extent % seen.count:
+            continue
+        own_dim, rows = found
+        at = own_dim + rank - len(seen.call.metas[slot].shape)
+        inputs: dict[int | None, Placement] = {}
+        orders = []
+        for each in range(1, 1 + len(dims)):
+            inputs[each] = _beside(seen, each, at - rank)
+            if isinstance(inputs[each], Shard):
+                orders.append(ANY if seen.facts[each].counted else seen.facts[each].order)
+            if each != slot and seen.facts[each].places is not None:
+                raise MixedRows
+        return _Pointed(slot, dim, rows, at, inputs, joint(orders))
+    return None
+
+
+def _points(seen: Seen, slot: int, rows: Rows) -> tuple[int, Rows] | None:
+    """Return along which dimension an index tensor is split and at which rows it points, if at such."""
+    fact, now, shape = seen.facts[slot], seen.now[slot], seen.call.metas[slot].shape
+    if fact.counted and rows.extent * seen.count in shape and now == Replicate():
+        return shape.index(rows.extent * seen.count), rows
+    if fact.places is None or not isinstance(now, Shard) or now.outer != 1 or fact.places.extent != rows.extent:
+        return None
+    return now.dim, Rows(joint((fact.places.order, rows.order)), rows.extent)
+
+
+def _beside(seen: Seen, slot: int, from_end: int) -> Placement:
+    """Return where a tensor must live whose dimension `from_end`, counted from the end, is split if it has it."""
+    shape, now = seen.call.metas[slot].shape, seen.now[slot]
+    has = len(shape) >= -from_end and shape[from_end] > 1
+    wanted: Placement = Shard(len(shape) + from_end) if has else Replicate()
+    if isinstance(now, Partial) or (isinstance(now, Shard) and now != wanted):
+        raise MixedRows
+    return wanted
+
+
+def _read(seen: Seen) -> Found | None:
+    dims = indexed(seen.call)
+    now = seen.now[0]
+    if not isinstance(now, Shard) or now.outer != 1 or now.dim not in dims:
+        return None
+    found = _pointed(seen, dims, seen.facts[0].order)
+    if found is None or found.dim != now.dim:
+        return None
+    out = _front(dims) + found.at
+    strategy = seen.call.strategy({0: now, **found.inputs}, {0: Shard(out)}, OWN)
+    # A range stands for the rows that it points at.
+    order = found.rows.order if found.order == ANY else found.order
+    return strategy, (Fact(order, seen.facts[0].places),)
+
+
+def _write(seen: Seen) -> Found | None:
+    dims, values = indexed(seen.call), len(seen.call.metas) - 1
+    now = seen.now[0]
+    if now is not None and not (isinstance(now, Shard) and now.outer == 1):
+        return None
+    found = _pointed(seen, dims, None if now is None else seen.facts[0].order)
+    if found is None or (now is not None and now != Shard(found.dim)):
+        return None
+    rank = len(seen.call.metas[0].shape) - len(dims) + max(len(seen.call.metas[1 + i].shape) for i in range(len(dims)))
+    beside = _beside(seen, values, _front(dims) + found.at - rank)
+    fact = seen.facts[values]
+    order = joint((found.order, *([fact.order] if isinstance(beside, Shard) and not fact.counted else ())))
+    places = fact.places
+    if fact.counted:
+        if seen.call.metas[values].shape != seen.call.metas[found.slot].shape or not isinstance(beside, Shard):
+            raise MixedRows
+        places = Rows(order, seen.call.metas[values].shape[beside.dim] // seen.count)
+    strategy = seen.call.strategy(
+        {0: Shard(found.dim), **found.inputs, values: beside}, {0: Shard(found.dim)}, OWN
+    )  # fmt: skip
+    to = found.rows.order if found.rows.order != ANY else order if seen.facts[found.slot].counted else ""
+    return strategy, (Fact(to, places),)
+
+
+def _front(dims: Sequence[int]) -> int:
+    """Return how many dimensions come before those of the index tensors in what is read."""
+    return dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
+
+
+RULES: Mapping[str, Callable[[Seen], Found | None]] = {
+    "aten.sort.default": _sort,
+    "aten.sort.stable": _sort,
+    "aten.cumsum.default": _cumulated,
+    "aten._to_copy.default": _copied_counts,
+    "prims.convert_element_type.default": _copied_counts,
+    "aten.index.Tensor": _read,
+    "aten._unsafe_index.Tensor": _read,
+    "aten.index_put.default": _write,
+    "aten._unsafe_index_put.default": _write,
+    "aten._grouped_mm.default": _native_grouped,
+    "transformers.grouped_mm_fallback.default": _grouped({0: 0}, 2, {0: Shard(0)}),
+    "transformers.grouped_mm_fallback_backward.default": _grouped({0: 0, 3: 0}, 2, {0: Shard(0), 1: Partial()}),
+}
+"""Each returns what an operator does on a micro-batch's own rows, or `None` where its other strategies are right."""
+
+_COPIES = frozenset(
+    {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.clone.default",
+     "aten.detach.default", "aten.alias.default", "aten._to_copy.default", "aten.unsqueeze.default",
+     "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default", "prims.convert_element_type.default"}
+)  # fmt: skip
+_FLOOR = {"aten.floor_divide.default": None, "aten.div.Tensor_mode": "floor", "aten.div.Scalar_mode": "floor"}
+_REMAINDER = frozenset({"aten.remainder.Scalar", "aten.fmod.Scalar", "aten.remainder.Tensor", "aten.fmod.Tensor"})
+
+
+def facts_of(seen: Seen, strategy: Strategy) -> tuple[Fact, ...]:
+    """Return what is known of what an operator makes by one of its other strategies.
+
+    Raises:
+        MixedRows: it reads a place as a number, rows of different orders, or rows of a sort otherwise than one by one.
+    """
+    op, call = seen.op, seen.call
+    split = [i for i, each in enumerate(strategy.inputs) if isinstance(each, Shard)]
+    order = joint(seen.facts[i].order for i in split if seen.now[i] is not None)
+    if order not in {"", ANY}:
+        _require_rows(call, strategy)
+    made = tuple(Fact(order if isinstance(each, Shard) else "") for each in strategy.outputs)
+    pointing = [i for i in split if seen.facts[i].places is not None]
+    if pointing:
+        made = (replace(made[0], places=_places(seen, pointing)), *made[1:])
+    first = seen.facts[0] if seen.facts else Fact()
+    if op.target in _COPIES and len(seen.facts) == 1:
+        integral = call.metas[0].dtype.startswith(("int", "uint"))
+        tells = ("keys", seen.keys(0)) if integral or first.tells else None
+        made = (replace(made[0], counted=first.counted and call.metas[0].numel == max(call.result()), tells=tells),)
+    if op.target == "aten.histc.default" and call.arg("min") < call.arg("max"):
+        made = (Fact(tells=("counts", seen.keys(0))),)
+    if op.target in _RANGES:
+        made = (Fact(counted=_counts_from_0(call)),)
+    return made
+
+
+def _places(seen: Seen, pointing: Sequence[int]) -> Rows | None:
+    """Return the rows that a result points at, made of places by an operator that knows nothing of them."""
+    op, rows = seen.op, seen.facts[pointing[0]].places
+    if len(seen.facts) != 1 or rows is None:
+        raise MixedRows
+    if op.target in _COPIES:
+        return rows
+    by = op.args[1] if len(op.args) > 1 else None
+    if not isinstance(by, int) or by <= 0 or rows.extent % by:
+        raise MixedRows
+    if op.target in _REMAINDER:
+        return None  # micro-batches begin at multiples of it: what is left is the whole batch's
+    if rows.order or op.target not in _FLOOR or seen.call.arg("rounding_mode") != _FLOOR[op.target]:
+        raise MixedRows
+    return Rows("", rows.extent // by)
+
+
+def _require_rows(call: Call, strategy: Strategy) -> None:
+    """Check that an operator treats each row of the split dimensions by itself: they all are the same rows."""
+    shapes = [*zip(strategy.inputs, call.metas, strict=True), *zip(strategy.outputs, call.op.outputs, strict=True)]
+    extents = {meta.shape[p.dim] for p, meta in shapes if isinstance(p, Shard) and meta is not None}
+    runs = any(isinstance(p, Shard) and p.outer > 1 for p, _ in shapes)
+    if len(extents) > 1 or runs or strategy.lowering not in _LOCAL or strategy.inner:
+        raise MixedRows
+
+
+_LOCAL = frozenset({"", "view", "scale"})
+"""Lowerings that ask nothing of where a rank's rows lie in the whole."""
+
+_RANGES = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step", "prims.iota.default"})
+
+
+def _counts_from_0(call: Call) -> bool:
+    return not call.arg("start") and call.arg("step") in {None, 1}
