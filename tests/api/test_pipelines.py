@@ -17,14 +17,21 @@ from autopar.api.staging import Budget, staged_program
 from autopar.capture import capture
 from autopar.errors import AutoparError, InfeasibleError, ScheduleError, UsageError
 from autopar.ir.plan_json import from_json, to_json
-from tests.api.test_accumulation import call, loss_of, whole
+from benchmarks import unet
 from tests.rewrite.test_microbatches import models
 from tests.support.ranks import RankPool
+from tests.support.training import Trained, call, loss_of, train, whole
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
         yield ranks
 
 
@@ -68,35 +75,13 @@ def layers() -> tuple[nn.Module, Any]:
 
 
 def example(name: str) -> tuple[nn.Module, Any]:
+    if name == "unet":
+        return unet.example(6)
     return layers() if name == "layers" else models()[name]
 
 
-def train(_rank: int, name: str, fix: dict[str, Any]) -> tuple[list[float], list[str], float]:
-    """Train both for three steps; return the losses, the names held here, and the largest error of a gradient."""
-    reference, batch = example(name)
-    mine = autopar.compile(copy.deepcopy(reference), "cpu:2", example_inputs=batch, fix=fix)
-    both = (reference, mine)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in both]
-    losses, worst = [], 0.0
-    held = dict(mine.named_parameters(remove_duplicate=False))
-    for _ in range(3):
-        want, got = (loss_of(call(each, batch)) for each in both)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-        for loss, optimizer in zip((want, got), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-        for key, parameter in reference.named_parameters(remove_duplicate=False):
-            if key in held and parameter.grad is not None:
-                error = (whole(held[key].grad) - parameter.grad).norm() / (parameter.grad.norm() + 1e-6)
-                worst = max(worst, error.item())
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(got.item())
-    for each in both:
-        each.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(loss_of(call(mine, batch)), loss_of(call(reference, batch)))
-    return losses, sorted(held), worst
+def run(_rank: int, name: str, fix: dict[str, Any], ranks: int = 2) -> Trained:
+    return train(*example(name), f"cpu:{ranks}", fix)
 
 
 @pytest.mark.parametrize(
@@ -113,17 +98,35 @@ def train(_rank: int, name: str, fix: dict[str, Any]) -> tuple[list[float], list
         ("mlp", {"microbatch": 2}),
         ("tied", {"microbatch": 1}),
         ("weighted", {"microbatch": 2}),
+        ("experts", {"microbatch": 4}),
+        ("unet", {"microbatch": 2}),
     ],
     ids=str,
 )
 def test_steps_in_stages_equal_the_models_own(pool: RankPool, name: str, fix: dict[str, Any]):
-    (first, here, a), (second, there, b) = pool.values(train, name, {"pp": 2, **fix})
+    require_the_models_own(name, pool.values(run, name, {"pp": 2, **fix}))
 
-    assert first == second
-    assert max(a, b) < 1e-4
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("unet", {"pp": 4, "microbatch": 1}),
+        ("layers", {"pp": 2, "dp_replicate": 2, "microbatch": 2}),
+        ("layers", {"pp": 2, "tp": 2, "microbatch": 4}),
+    ],
+    ids=str,
+)
+def test_steps_in_stages_of_several_ranks_equal_the_models_own(four: RankPool, name: str, fix: dict[str, Any]):
+    require_the_models_own(name, four.values(run, name, fix, 4))
+
+
+def require_the_models_own(name: str, done: list[Trained]) -> None:
+    """Check that all ranks trained as one device does, and that together they hold every parameter, none alone."""
     names = {key for key, _ in example(name)[0].named_parameters(remove_duplicate=False)}
-    assert {*here, *there} == names
-    assert {*here} != names or {*there} != names
+    assert all(each.losses == done[0].losses for each in done)
+    assert max(each.worst_gradient for each in done) < 1e-4
+    assert {key for each in done for key in each.held} == names
+    assert any({*each.held} != names for each in done)
 
 
 def test_a_plan_says_its_stages_and_survives_the_file():
@@ -316,12 +319,6 @@ def split(_rank: int, fix: dict[str, Any], inputs: str) -> tuple[float, float, f
         for name, p in mine.named_parameters()
     ]
     return got.item(), want.item(), max(errors)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(
