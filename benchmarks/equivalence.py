@@ -27,6 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import MESHES, MODELS, PLANS, build, cases, cluster_of, size_of
 from benchmarks.record import RESULTS, markdown, write
 
 LIMITS = {"eval": 1e-5, "loss": 1e-5, "gradients": 1e-4, "steps": 1e-4, "state": 1e-4}
@@ -36,55 +37,6 @@ FLOOR = 1e-4
 """A gradient whose norm is below this share of the whole gradient's counts as having that norm."""
 
 STEPS = 5
-MODELS = ("mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "whisper")
-MESHES = {"2": (1, 2), "4": (1, 4), "2x2": (2, 2)}
-"""Nodes, and ranks of each."""
-
-PLANS: dict[str, dict[str, dict[str, int]]] = {
-    "free": {"2": {}, "4": {}, "2x2": {"dp_shard": 2}},
-    "tp": {"2": {"tp": 2}, "4": {"tp": 4}, "2x2": {"dp_replicate": 2, "tp": 2}},
-    "dp": {"2": {"dp_replicate": 2}, "4": {"dp_replicate": 4}, "2x2": {"dp_replicate": 2, "dp_shard": 2, "zero": 1}},
-    "sharding": {
-        "2": {"dp_shard": 2, "zero": 3},
-        "4": {"dp_shard": 4, "zero": 3},
-        "2x2": {"dp_replicate": 2, "dp_shard": 2, "zero": 3},
-    },
-}
-"""What each kind of plan fixes on each mesh."""
-
-
-def cluster_of(mesh: str) -> Any:
-    """Return slow cores with fast links: there splitting pays for small models, which free plans else replicate."""
-    from cost_models.cluster import ClusterSpec
-
-    nodes, ranks = MESHES[mesh]
-    node: dict[str, Any] = {"device": "slow", "count": ranks, "links": _link("20GB/s"), "nic": _link("10GB/s")}
-    rate = {"preset": "cpu", "compute": {"fp32": "1GFLOP/s"}, "memory": {"bandwidth": "1GB/s"}}
-    return ClusterSpec.from_dict(
-        {
-            "version": 1,
-            "name": f"slow-cores-{mesh}",
-            "devices": {"slow": rate},
-            "nodes": {"host": node},
-            "groups": [{"node": "host", "count": nodes}],
-        }
-    )
-
-
-def _link(bandwidth: str) -> dict[str, str]:
-    return {"bandwidth": bandwidth, "latency": "0us", "call_overhead": "1us"}
-
-
-def build(name: str) -> tuple[Any, dict[str, Any]]:
-    """Return a model in training mode and its keyword arguments, equal on every rank."""
-    if name != "mlp":
-        from autopar.models.hf_tiny import tiny
-
-        return tiny(name)
-    from benchmarks.testbed.scenarios import Scenario
-
-    model, (x, y) = Scenario(width=64, depth=4, batch=16).build()
-    return model.train(), {"x": x, "y": y}
 
 
 def results(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -99,15 +51,20 @@ def results(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     losses, gradients = [], {}
     for step in range(STEPS):
         output = model(**inputs)
-        loss = output if isinstance(output, torch.Tensor) else output.loss
+        loss = output if isinstance(output, torch.Tensor) else output["loss"]
         loss.backward()
         losses.append(loss.detach().clone())
         if step == 0:
-            gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {name: p.grad.detach().clone() for name, p in _parameters(model) if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    state = {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())}
+    state = {name: each.detach().clone() for name, each in (*_parameters(model), *model.named_buffers())}
     return {"eval": evaluated, "losses": losses, "gradients": gradients, "state": state}
+
+
+def _parameters(model: Any) -> list[tuple[str, Any]]:
+    """Return every parameter under each of its names: of tied ones, a rank may hold those of its stages only."""
+    return list(model.named_parameters(remove_duplicate=False))
 
 
 def _tensors(output: Any) -> list[Any]:
@@ -121,12 +78,14 @@ def _tensors(output: Any) -> list[Any]:
 
 
 def whole(value: Any) -> Any:
-    """Return a result with every DTensor gathered; all ranks must call this alike."""
+    """Return a result with every DTensor gathered, `None` where others have it; all ranks must call this alike."""
     if isinstance(value, dict):
         return {name: whole(each) for name, each in value.items()}
     if isinstance(value, list):
         return [whole(each) for each in value]
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    if not hasattr(value, "full_tensor"):
+        return value
+    return None if value.device_mesh.get_coordinate() is None else value.full_tensor()
 
 
 def differences(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
@@ -191,10 +150,9 @@ def unequal_replicas(found: dict[str, Any]) -> list[str]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     bad = []
-    for name in mine:
+    for name in sorted({name for rank in everyone for name in rank}):
         by_part: dict[Any, set[str]] = {}
-        for rank in everyone:
-            part, digest = rank[name]
+        for part, digest in (rank[name] for rank in everyone if name in rank):
             by_part.setdefault(part, set()).add(digest)
         if any(len(digests) > 1 for digests in by_part.values()):
             bad.append(name)
@@ -209,23 +167,39 @@ def _part(value: Any) -> tuple[int, ...]:
     return tuple(at for at, placement in zip(coordinate, value.placements, strict=True) if not placement.is_replicate())
 
 
-def reference(name: str, out: Path) -> None:
+def of_all_stages(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the results with what other ranks' stages have of them; all ranks must call this."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {group: found[group] for group in ("eval", "gradients", "state")})
+    evaluated = [
+        [each for each in values if each is not None]
+        for values in zip(*(rank["eval"] for rank in everyone), strict=True)
+    ]
+    found = {**found, "eval": [values[0] for values in evaluated]}
+    for group in ("gradients", "state"):
+        found = {**found, group: {name: each for rank in everyone for name, each in rank[group].items()}}
+    return found
+
+
+def reference(name: str, size: tuple[int, int], out: Path) -> None:
     """Save the results of plain eager."""
     import torch
 
     torch.set_num_threads(1)
-    torch.save(results(*build(name)), out)
+    torch.save(results(*build(name, *size)), out)
 
 
 def make_plan(name: str, mesh: str, plan: str, out: Path) -> None:
     """Search the plan of a case and save it."""
     import autopar
 
-    model, inputs = build(name)
+    model, inputs = build(name, *size_of(PLANS[plan][mesh]))
     autopar.plan(model, cluster_of(mesh), example_inputs=inputs, fix=PLANS[plan][mesh]).save(out)
 
 
-def rank_main(name: str, plan: Path, wanted: Path, out: Path) -> None:
+def rank_main(name: str, size: tuple[int, int], plan: Path, wanted: Path, out: Path) -> None:
     """Run a plan on this rank, and on rank 0 save how the results differ from the reference."""
     import torch
     import torch.distributed as dist
@@ -234,12 +208,14 @@ def rank_main(name: str, plan: Path, wanted: Path, out: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model, inputs = build(name)
+    model, inputs = build(name, *size)
     loaded = autopar.Plan.load(plan)
     compiled = autopar.compile(model, autopar.ClusterSpec.from_dict(loaded.cluster), example_inputs=inputs, plan=loaded)
     found = results(compiled, inputs)
     unequal = unequal_replicas(found)
     gathered = whole(found)
+    if loaded.decisions.stages:
+        gathered = of_all_stages(gathered)
     if dist.get_rank() == 0:
         apart = differences(gathered, torch.load(wanted))
         out.write_text(json.dumps({**apart, "unequal_replicas": unequal}), encoding="utf-8")
@@ -291,6 +267,7 @@ def run_case(name: str, mesh: str, plan: str, wanted: Path, folder: Path, timeou
     """Return the row of one case."""
     row: dict[str, Any] = {"benchmark": "equivalence", "model": name, "mesh": mesh, "plan": plan}
     start = time.perf_counter()
+    nodes, per_node = MESHES[mesh]
     planned, told = folder / "plan.json", folder / "result.json"
     for old in (planned, told):
         old.unlink(missing_ok=True)
@@ -299,16 +276,28 @@ def run_case(name: str, mesh: str, plan: str, wanted: Path, folder: Path, timeou
         from autopar.ir.plan import Plan
 
         decided = Plan.load(planned).decisions
-        row |= {"axes": str(decided.mesh), "collectives": sum(each.count for each in decided.collectives)}
-        ranks = decided.mesh.world_size
+        row |= {
+            "axes": str(decided.mesh),
+            "micro_batches": decided.schedule.num_microbatches,
+            "collectives": sum(each.count for each in decided.collectives),
+        }
+        size = size_of(PLANS[plan][mesh])
+        ranks = nodes * per_node
         port = str(_free_port())
-        work = [(rank_main, (name, planned, wanted, told), _variables(rank, ranks, port)) for rank in range(ranks)]
+        work = [
+            (rank_main, (name, size, planned, wanted, told), _variables(rank, ranks, port)) for rank in range(ranks)
+        ]
         error = fork(work, timeout_s)
     if error:
         return {**row, "ok": False, "error": error[-2000:], "seconds": round(time.perf_counter() - start, 1)}
     found = json.loads(told.read_text(encoding="utf-8"))
     ok = all(found[kind] <= limit for kind, limit in LIMITS.items()) and not found["unequal_replicas"]
     return {**row, "ok": ok, **found, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def _stages(decided: Any) -> str:
+    """Return the pipeline ranks and the stages of a plan, empty without."""
+    return f"pp={decided.degrees['pp']}, {len(decided.stages)} stages;" if decided.stages else ""
 
 
 def _variables(rank: int, world: int, port: str) -> dict[str, str]:
@@ -332,7 +321,18 @@ def _free_port() -> int:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table, with what was decided and what differs."""
-    columns = ["model", "mesh", "plan", "axes", "collectives", *LIMITS, "gradients_at_floor", "replicas", "ok"]
+    columns = [
+        "model",
+        "mesh",
+        "plan",
+        "axes",
+        "micro_batches",
+        "collectives",
+        *LIMITS,
+        "gradients_at_floor",
+        "replicas",
+        "ok",
+    ]
     lines = [
         {**row, "replicas": "failed" if "error" in row else "differ" if row["unequal_replicas"] else "equal"}
         for row in rows
@@ -361,20 +361,20 @@ def main() -> int:
     torch.set_num_threads(1)
     # Before the forks, so that it happens once.
     import_module("autopar.api.compiling")
-    if set(args.models) - {"mlp"}:
+    if set(args.models) - {"mlp", "unet"}:
         import_module("autopar.models.hf_tiny")
         import_module("transformers")
     rows = []
-    for name in args.models:
-        with tempfile.TemporaryDirectory() as folder:
-            wanted = Path(folder) / "reference.pt"
-            error = fork([(reference, (name, wanted), {})], args.timeout)
-            if error:
-                raise RuntimeError(f"the reference of {name} failed:\n{error}")
-            for mesh in args.meshes:
-                for plan in args.plans:
-                    rows.append(run_case(name, mesh, plan, wanted, Path(folder), args.timeout))
-                    write(rows[-1], args.output)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, mesh, plan in cases(args.models, args.meshes, args.plans):
+            size = size_of(PLANS[plan][mesh])
+            wanted = Path(folder) / f"{name}-{size[0]}-{size[1]}.pt"
+            if not wanted.exists():
+                error = fork([(reference, (name, size, wanted), {})], args.timeout)
+                if error:
+                    raise RuntimeError(f"the reference of {name} failed:\n{error}")
+            rows.append(run_case(name, mesh, plan, wanted, Path(folder), args.timeout))
+            write(rows[-1], args.output)
     if args.table:
         args.table.write_text(table(rows), encoding="utf-8")
     return 0 if all(row["ok"] for row in rows) else 1
