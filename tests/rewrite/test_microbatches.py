@@ -148,7 +148,9 @@ def test_a_table_with_a_row_a_sample_is_refused(model: nn.Module):
         programs(model, (torch.randn(8, 4),), 2)
 
 
-@pytest.mark.parametrize("how", ["neighbours", "beside", "numbers", "positions", "first", "returned"])
+@pytest.mark.parametrize(
+    "how", ["neighbours", "beside", "numbers", "positions", "table", "diagonal", "first", "returned"]
+)
 def test_rows_and_places_of_the_whole_batch_are_refused(how: str):
     with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
         programs(Ranked(how), (torch.randn(8, 4),), 2)
