@@ -277,7 +277,7 @@ def run_case(name: str, mesh: str, plan: str, wanted: Path, folder: Path, timeou
 
         decided = Plan.load(planned).decisions
         row |= {
-            "axes": str(decided.mesh),
+            "axes": " ".join(part for part in (_stages(decided), str(decided.mesh)) if part),
             "micro_batches": decided.schedule.num_microbatches,
             "collectives": sum(each.count for each in decided.collectives),
         }

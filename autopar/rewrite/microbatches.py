@@ -127,7 +127,7 @@ def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
     """
     for node in graph.nodes:
         dim = node.meta.get("cut_in_time")
-        if dim is None or _read_as_own(node):
+        if dim is None:
             continue
         source = node.all_input_nodes[0]
         value = source.meta["val"]
@@ -135,8 +135,10 @@ def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
             continue
         made = sorted(ancestors([source], leaves=_BLANK))
         found = [each for each in made if _has_rows(each, captured)]
-        count = value.shape[dim] // node.meta["val"].shape[dim]
-        if not found and isinstance(value, torch.Tensor) and not _is_repeated(made, source, dim, count):
+        parts = [] if found else _parts(made, source, dim, value.shape[dim] // node.meta["val"].shape[dim])
+        if _read_as_own(node):
+            parts = [part - number * part.shape[dim] for number, part in enumerate(parts)]
+        if any(not torch.equal(part, parts[0]) for part in parts):
             found = [source]
         if found:
             origin = captured.by_name[mark(node).origin]
@@ -152,25 +154,30 @@ def _read_as_own(node: fx.Node) -> bool:
     return all(user.meta.get("own_rows") or (role(user) == "move" and _read_as_own(user)) for user in node.users)
 
 
-def _is_repeated(made: Sequence[fx.Node], source: fx.Node, dim: int, count: int) -> bool:
-    """Return whether `count` parts of a value that comes of nothing but ranges and constants are equal.
+def _parts(made: Sequence[fx.Node], source: fx.Node, dim: int, count: int) -> list[torch.Tensor]:
+    """Return the `count` parts of a value that comes of nothing but ranges and constants; none of any other.
 
-    `made` is all that it comes of, in order. Others are said to be: a row a sample would have come from a table.
+    `made` is all that it comes of, in order. Parts of others are alike: a row a sample would have come from a table.
     """
-    small = sum(each.meta["val"].numel() for each in made if isinstance(each.meta.get("val"), torch.Tensor))
+    elements = sum(each.meta["val"].numel() for each in made if isinstance(each.meta.get("val"), torch.Tensor))
     drawn = any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in made)
-    if drawn or small > _MOST_ELEMENTS or any(each.op != "call_function" for each in made):
-        return True
+    if drawn or elements > _MOST_ELEMENTS or any(each.op != "call_function" for each in made):
+        return []
     values: dict[fx.Node, Any] = {}
+
+    def given(arg: Any) -> Any:
+        return (
+            values[arg] if isinstance(arg, fx.Node) else torch.device("cpu") if isinstance(arg, torch.device) else arg
+        )
+
     for each in made:
         if each.target in _BLANK:
             values[each] = torch.zeros((), dtype=each.meta["val"].dtype).expand(each.meta["val"].shape)
             continue
         target: Any = each.target
-        args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
+        args, kwargs = fx.node.map_aggregate((each.args, each.kwargs), given)
         values[each] = target(*args, **kwargs)
-    first, *others = values[source].chunk(count, dim)
-    return all(torch.equal(first, other) for other in others)
+    return list(values[source].chunk(count, dim))
 
 
 def _has_rows(node: fx.Node, captured: Graph) -> bool:

@@ -213,8 +213,9 @@ def _pointed(seen: Seen, dims: Sequence[int], order: str | None) -> _Pointed | N
             inputs[each] = _beside(seen, each, at - rank)
             if isinstance(inputs[each], Shard):
                 orders.append(ANY if seen.facts[each].counted else seen.facts[each].order)
-            if each != slot and seen.facts[each].places is not None:
-                raise MixedRows
+            fact = seen.facts[each]
+            if each != slot and (fact.places is not None or (fact.counted and inputs[each] != Replicate())):
+                raise MixedRows  # places among rows of the micro-batch would be taken for others
         return _Pointed(slot, dim, rows, at, inputs, joint(orders))
     return None
 
@@ -236,7 +237,23 @@ def _beside(seen: Seen, slot: int, from_end: int) -> Placement:
     wanted: Placement = Shard(len(shape) + from_end) if has else Replicate()
     if isinstance(now, Partial) or (isinstance(now, Shard) and now != wanted):
         raise MixedRows
+    if has and now == Replicate() and not seen.facts[slot].counted:
+        raise MixedRows  # a table with a row for each: micro-batches would all take the first one's
     return wanted
+
+
+def _or_whole(rule: Callable[[Seen], Found | None]) -> Callable[[Seen], Found | None]:
+    """Return a rule of places that leaves ranges alone where they do not lie beside split rows: they are read whole."""
+
+    def tried(seen: Seen) -> Found | None:
+        try:
+            return rule(seen)
+        except MixedRows:
+            if any(seen.facts[slot].places is not None for slot in range(1, 1 + len(indexed(seen.call)))):
+                raise
+            return None
+
+    return tried
 
 
 def _read(seen: Seen) -> Found | None:
@@ -260,7 +277,7 @@ def _write(seen: Seen) -> Found | None:
     if now is not None and not (isinstance(now, Shard) and now.outer == 1):
         return None
     found = _pointed(seen, dims, None if now is None else seen.facts[0].order)
-    if found is None or (now is not None and now != Shard(found.dim)):
+    if found is None or (now is not None and now != Shard(found.dim)) or not _is_cut(seen):
         return None
     rank = len(seen.call.metas[0].shape) - len(dims) + max(len(seen.call.metas[1 + i].shape) for i in range(len(dims)))
     beside = _beside(seen, values, _front(dims) + found.at - rank)
@@ -278,6 +295,11 @@ def _write(seen: Seen) -> Found | None:
     return strategy, (Fact(to, places),)
 
 
+def _is_cut(seen: Seen) -> bool:
+    """Return whether anything that an operator reads is split."""
+    return any(isinstance(each, Shard) for each in seen.now)
+
+
 def _front(dims: Sequence[int]) -> int:
     """Return how many dimensions come before those of the index tensors in what is read."""
     return dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
@@ -289,10 +311,10 @@ RULES: Mapping[str, Callable[[Seen], Found | None]] = {
     "aten.cumsum.default": _cumulated,
     "aten._to_copy.default": _copied_counts,
     "prims.convert_element_type.default": _copied_counts,
-    "aten.index.Tensor": _read,
-    "aten._unsafe_index.Tensor": _read,
-    "aten.index_put.default": _write,
-    "aten._unsafe_index_put.default": _write,
+    "aten.index.Tensor": _or_whole(_read),
+    "aten._unsafe_index.Tensor": _or_whole(_read),
+    "aten.index_put.default": _or_whole(_write),
+    "aten._unsafe_index_put.default": _or_whole(_write),
     "aten._grouped_mm.default": _native_grouped,
     "transformers.grouped_mm_fallback.default": _grouped({0: 0}, 2, {0: Shard(0)}),
     "transformers.grouped_mm_fallback_backward.default": _grouped({0: 0, 3: 0}, 2, {0: Shard(0), 1: Partial()}),

@@ -26,7 +26,7 @@ from tests.support.whole import Whole
 
 BLOCKS = {
     "mlp": 2, "plain": 3, "twin": 3, "vision": 3, "tied": 5, "skips": 6, "translator": 4, "counting": 3, "repeated": 4,
-    "strided": 2,
+    "strided": 4,
 }  # fmt: skip
 """How many blocks each model has."""
 
