@@ -283,10 +283,8 @@ def run_case(name: str, mesh: str, plan: str, wanted: Path, folder: Path, timeou
         }
         size = size_of(PLANS[plan][mesh])
         ranks = nodes * per_node
-        port = str(_free_port())
-        work = [
-            (rank_main, (name, size, planned, wanted, told), _variables(rank, ranks, port)) for rank in range(ranks)
-        ]
+        port = str(free_port())
+        work = [(rank_main, (name, size, planned, wanted, told), variables(rank, ranks, port)) for rank in range(ranks)]
         error = fork(work, timeout_s)
     if error:
         return {**row, "ok": False, "error": error[-2000:], "seconds": round(time.perf_counter() - start, 1)}
@@ -300,7 +298,8 @@ def _stages(decided: Any) -> str:
     return f"pp={decided.degrees['pp']}, {len(decided.stages)} stages;" if decided.stages else ""
 
 
-def _variables(rank: int, world: int, port: str) -> dict[str, str]:
+def variables(rank: int, world: int, port: str) -> dict[str, str]:
+    """Return the variables that torchrun would give a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -312,7 +311,8 @@ def _variables(rank: int, world: int, port: str) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

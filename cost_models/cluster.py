@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import logging
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cost_models.node import Level, LinkSpec, NetworkLevel, NodeGroup, NodeSpec
 __all__ = ["ClusterSpec", "DeviceSpec", "Level", "LinkSpec", "NetworkLevel", "NodeGroup", "NodeSpec"]
 
 _SHORTHAND = re.compile(r"(?P<device>[^:/\s]+):(?P<per_node>[^x:/]*)(x(?P<nodes>[^x:/]*))?")
+_LOG = logging.getLogger("cost_models")
 _FILE_ENDINGS = (".yaml", ".yml", ".json")
 
 
@@ -29,7 +31,10 @@ class ClusterSpec:
     groups: tuple[NodeGroup, ...]
     network: tuple[NetworkLevel, ...] = ()
     calibration: str = ""
-    """Path of a calibration file, as the cluster file names it; empty: none."""
+    """Path of a calibration file that is named and not applied; empty: none."""
+
+    calibrated: str = ""
+    """Which calibration file the figures come from, and what was measured for it; empty: none."""
 
     def __post_init__(self) -> None:
         """Refuse a cluster whose network does not join its nodes."""
@@ -62,22 +67,27 @@ class ClusterSpec:
         return cls(text, (NodeGroup(shorthand_node(matched["device"], per_node), count),))
 
     @classmethod
-    def from_file(cls, path: str | Path) -> "ClusterSpec":
-        """Return the cluster of a YAML (or JSON) file."""
+    def from_file(cls, path: str | Path, *, calibrate: bool = True) -> "ClusterSpec":
+        """Return the cluster of a YAML (or JSON) file, with the figures of the calibration file that it names.
+
+        A calibration file that does not exist is warned of: a cluster file may name it before it is made. Raises
+        `ClusterError` where it is of another machine or format. Without `calibrate`, it is not looked at.
+        """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             message = f"cluster file {str(path)!r} cannot be read: {reason}; {_ways()}"
             raise ClusterError(message) from None
-        return cls.from_dict(_load_yaml(text, str(path)), origin=str(path))
+        found = cls.from_dict(_load_yaml(text, str(path)), origin=str(path))
+        return found._with_calibration(Path(path)) if calibrate and found.calibration else found
 
     @classmethod
     def from_dict(cls, document: object, origin: str = "cluster") -> "ClusterSpec":
         """Return the cluster of a document in the cluster file's format."""
         parts = read_parts(document, origin)
         try:
-            return cls(parts.name, parts.groups, parts.network, parts.calibration)
+            return cls(parts.name, parts.groups, parts.network, parts.calibration, parts.calibrated)
         except ClusterError as error:
             message = f"{origin}: {error}"
             raise ClusterError(message) from None
@@ -91,7 +101,7 @@ class ClusterSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cluster file that `from_dict` reads back as an equal cluster."""
-        return parts_document(Parts(self.name, self.groups, self.network, self.calibration))
+        return parts_document(Parts(self.name, self.groups, self.network, self.calibration, self.calibrated))
 
     def fingerprint(self) -> str:
         """Return the sha256 of the resolved cluster, as hexadecimal digits."""
@@ -153,8 +163,26 @@ class ClusterSpec:
             NetworkLevel(each.name, each.topology, each.oversubscription, each.latency_s) for each in self.network[:1]
         )
         return tuple(
-            ClusterSpec(f"{self.name}/{group.node.name}", (group,), network, self.calibration) for group in self.groups
+            ClusterSpec(f"{self.name}/{group.node.name}", (group,), network, self.calibration, self.calibrated)
+            for group in self.groups
         )
+
+    def _with_calibration(self, path: Path) -> "ClusterSpec":
+        """Return the cluster with measured constants; `path` is the cluster file."""
+        from cost_models.calibration import calibrated_groups, read_calibration
+
+        place = path.parent / self.calibration
+        if not place.exists():
+            _LOG.warning(
+                "%s: the calibration file %r does not exist, so figures are the catalogue's;"
+                " make it with `autopar calibrate -c %s -o %s`",
+                *(path, str(place), path, place),
+            )
+            return self
+        found = read_calibration(place)
+        groups, network = calibrated_groups(found, self.groups, self.network, str(place))
+        told = f"{self.calibration}: {found.machine}"
+        return replace(self, groups=groups, network=network, calibration="", calibrated=told)
 
     def _network_levels(self) -> tuple[Level, ...]:
         nics = [group.node.nic for group in self.groups if group.node.nic is not None]
@@ -177,6 +205,8 @@ class ClusterSpec:
                     efficiency=slowest.efficiency,
                     call_s=max(nic.call_overhead_s for nic in nics),
                     library=library,
+                    host_bytes_per_s=slowest.host_bytes_per_s,
+                    efficiency_of=slowest.efficiency_of,
                 )
             )
             nodes_inside *= fanout
@@ -233,6 +263,8 @@ def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:
         efficiency=slowest.efficiency,
         call_s=max(link.call_overhead_s for link in links),
         library=_library(nodes),
+        host_bytes_per_s=slowest.host_bytes_per_s,
+        efficiency_of=slowest.efficiency_of,
     )
 
 
@@ -243,8 +275,6 @@ def _library(nodes: list[NodeSpec]) -> Library:
 
 
 def _same_device(a: DeviceSpec, b: DeviceSpec) -> bool:
-    from dataclasses import replace
-
     return replace(a, name="") == replace(b, name="")
 
 

@@ -38,7 +38,7 @@ LL128 protocol, and sizes at which NCCL takes another algorithm than the fastest
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -169,6 +169,18 @@ def collective_terms(op: str, full_bytes: float, hops: Sequence[Hop], algorithm:
     return min((_terms(op, sizes, hops, each) for each in candidates), key=lambda terms: float(terms.total_s))
 
 
+def host_s(op: str, full_bytes: float, hops: Sequence[Hop]) -> float:
+    """Return the seconds that one collective takes from a CPU core that computes at the same time, the call left out.
+
+    Every byte that a rank sends is copied to a socket, one like it copied from a socket and perhaps added: time that
+    grows with bytes, not with how long the link takes. 0 where no level says what a host handles.
+    """
+    known = [replace(hop, bytes_per_s=hop.host_bytes_per_s, efficiency=1.0) for hop in hops if hop.host_bytes_per_s]
+    if not known:
+        return 0.0
+    return float(collective_terms(op, full_bytes, [replace(hop, efficiency_of={}) for hop in known]).transfer_s)
+
+
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point")
 
 _RINGS = ("ring", "low_latency_ring")
@@ -214,7 +226,7 @@ def _algorithms(op: str, algorithm: str, hops: Sequence[Hop]) -> tuple[str, ...]
 
 
 def _terms(op: str, sizes: FloatArray, hops: Sequence[Hop], algorithm: str) -> Terms:
-    latency_s, transfer_s, formulas = _PARTS[algorithm](op, sizes, hops)
+    latency_s, transfer_s, formulas = _PARTS[algorithm](op, sizes, [hop.serving(op) for hop in hops])
     call_s = max(hop.call_s for hop in hops)
     total, numbers = _total(algorithm, _library(hops))
     total_s = total.evaluate(call=call_s, A=latency_s, N=transfer_s, **numbers)

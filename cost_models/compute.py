@@ -17,7 +17,7 @@ shapes of validation/matmul_achievable.csv: each fills its waves to 96 % and mor
 
 A GPU's kernel takes at least the time between two launches; a CPU's launch adds
 to its work. Not modelled: caches that hold operands between kernels, clocks that
-fall with power beyond what `e` contains, first-touch page faults on a CPU.
+fall with power beyond what `e` contains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -185,6 +185,19 @@ def optimizer_s(
     """
     per_parameter = optimizer_traffic_bytes(optimizer, dtypes, implementation)
     return memory_bound_s(np.asarray(parameters, dtype=np.float64) * per_parameter, device)
+
+
+def fresh_s(tensor_bytes: Size, device: DeviceSpec) -> FloatArray:
+    """Return the seconds that first use of a new tensor's pages adds to the kernel that writes it.
+
+    Tensors of `fresh_bytes` and more get their pages from the system each time; on a CPU this can take several times
+    as long as writing them. Smaller ones are taken to reuse what was freed; what returns to the system when the heap
+    shrinks is not modelled.
+    """
+    sizes = np.asarray(tensor_bytes, dtype=np.float64)
+    if not device.fresh_bytes or not device.fresh_bytes_per_s:
+        return np.zeros_like(sizes)
+    return np.where(sizes >= device.fresh_bytes, sizes / device.fresh_bytes_per_s, 0.0)
 
 
 def _on_device(arithmetic_s: FloatArray, bytes_moved: Size, device: DeviceSpec) -> FloatArray:

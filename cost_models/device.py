@@ -79,7 +79,7 @@ class DeviceSpec:
     default_matmul_efficiency: float
     """For data types that `matmul_efficiency` does not name."""
 
-    matmul_half: tuple[int, int, int]
+    matmul_half: tuple[float, float, float]
     """Sizes m, n, k at each of which a matmul runs at half its best rate."""
 
     attention_efficiency: float
@@ -93,6 +93,12 @@ class DeviceSpec:
 
     transcendentals_per_s: float = 0.0
     """Elements/s through exp, tanh, erf and the like; 0: never slower than memory."""
+
+    fresh_bytes: int = 0
+    """Size from which the allocator gets a tensor's pages anew from the system each time; 0: it keeps them."""
+
+    fresh_bytes_per_s: float = 0.0
+    """Rate at which the system hands out such pages, zeroed, at their first use."""
 
     catalog: str = ""
     """Catalogue entry that the figures come from; empty if described by the user."""
@@ -141,6 +147,8 @@ def catalogued_device(name: str) -> DeviceSpec:
         multiprocessors=int(catalog.number(entry, "multiprocessors")),
         reserved_bytes=int(catalog.number(entry, "reserved")),
         transcendentals_per_s=catalog.number(entry, "transcendentals", 0.0),
+        fresh_bytes=int(catalog.number(entry, "fresh_size", 0)),
+        fresh_bytes_per_s=catalog.number(entry, "fresh_bandwidth", 0.0),
         catalog=name,
     )
 

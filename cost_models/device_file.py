@@ -26,7 +26,15 @@ _KEYS = (
     "multiprocessors",
     "transcendentals_per_second",
 )
-_MEMORY_KEYS = ("capacity", "bandwidth", "efficiency", "half_rate_size", "reserved")
+_MEMORY_KEYS = (
+    "capacity",
+    "bandwidth",
+    "efficiency",
+    "half_rate_size",
+    "reserved",
+    "fresh_size",
+    "fresh_bandwidth",
+)
 _SPARSE_TOLERANCE = 0.02
 _PLAUSIBLE_OVER_PRESET = 1.25
 """A figure may exceed its preset's by this much: boost clocks, another form factor."""
@@ -54,6 +62,8 @@ def read_device(name: str, section: Section) -> DeviceSpec:
         memory_efficiency=_fraction(memory, "efficiency", base.memory_efficiency),
         memory_half_bytes=float(memory.quantity("half_rate_size", units.parse_bytes, round(base.memory_half_bytes))),
         reserved_bytes=memory.quantity("reserved", units.parse_bytes, base.reserved_bytes),
+        fresh_bytes=memory.quantity("fresh_size", units.parse_bytes, base.fresh_bytes),
+        fresh_bytes_per_s=memory.quantity("fresh_bandwidth", units.parse_bandwidth, base.fresh_bytes_per_s),
         peak_flops={**base.peak_flops, **peaks},
         matmul_efficiency=efficiencies,
         default_matmul_efficiency=default_efficiency,
@@ -76,6 +86,8 @@ def device_document(device: DeviceSpec) -> dict[str, Any]:
             "efficiency": device.memory_efficiency,
             "half_rate_size": units.exact_bytes(round(device.memory_half_bytes)),
             "reserved": units.exact_bytes(device.reserved_bytes),
+            "fresh_size": units.exact_bytes(device.fresh_bytes),
+            "fresh_bandwidth": units.exact_bandwidth(device.fresh_bytes_per_s),
         },
         "compute": {dtype: units.exact_flops(rate) for dtype, rate in device.peak_flops.items()},
         "matmul_efficiency": {**device.matmul_efficiency, "default": device.default_matmul_efficiency},
@@ -154,7 +166,7 @@ def _efficiencies(section: Section, base: DeviceSpec) -> tuple[dict[str, float],
     return found, found.pop("default", base.default_matmul_efficiency)
 
 
-def _half(section: Section, default: tuple[int, int, int]) -> tuple[int, int, int]:
+def _half(section: Section, default: tuple[float, float, float]) -> tuple[float, float, float]:
     value = section.data.get("matmul_half", list(default))
     is_sizes = isinstance(value, list) and len(value) == 3
     if not is_sizes or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value):

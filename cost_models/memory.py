@@ -39,6 +39,10 @@ _TRAFFIC: Mapping[str, Mapping[str, tuple[int, int, int, int]]] = {
     },
 }
 
+# Tensors of the size of the parameter that a step makes and drops, one parameter after another: the root of the second
+# moment and what it is divided by, torch/optim/{adam,adamw}.py of torch 2.13 with neither foreach nor fused.
+_TEMPORARIES: Mapping[str, int] = {"none": 0, "sgd": 0, "sgd_momentum": 0, "adam": 2, "adamw": 2}
+
 
 @dataclass(frozen=True)
 class DtypeOf:
@@ -76,6 +80,12 @@ def optimizer_traffic_bytes(optimizer: str, dtypes: DtypeOf | None = None, imple
         + temporary * dtype_bytes(dtypes.state)
         + copied_out
     )
+
+
+def optimizer_temporaries(optimizer: str) -> int:
+    """Return the tensors of the size of one parameter that a step of torch's plain optimizer makes and drops."""
+    _check(optimizer, "loop")
+    return _TEMPORARIES[optimizer]
 
 
 def allocated_bytes(tensor_bytes: float | npt.NDArray[Any], device_kind: str = "gpu") -> npt.NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """Parts of a cluster: links inside a node, adapters, nodes, groups, network levels."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cost_models import catalog
@@ -33,6 +34,13 @@ class LinkSpec:
     """Host and launch share of one collective call."""
 
     in_switch_reduction: bool = False
+    host_bytes_per_s: float = 0.0
+    """What a CPU core that computes at the same time handles of what it sends: copies to and from sockets, sums.
+    0: not known, `overlap.EFFICIENCY` holds."""
+
+    efficiency_of: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Of collectives that reach another fraction than `efficiency`."""
+
     catalog: str = field(default="", compare=False)
     """Catalogue entry that the figures come from; empty if described by the user."""
 
@@ -90,6 +98,8 @@ class Level:
     efficiency: float = 1.0
     call_s: float = 0.0
     library: Library = field(default_factory=nccl)
+    host_bytes_per_s: float = 0.0
+    efficiency_of: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 def catalogued_link(section: str, name: str) -> LinkSpec:
@@ -103,5 +113,6 @@ def catalogued_link(section: str, name: str) -> LinkSpec:
         efficiency=catalog.number(entry, "efficiency"),
         call_overhead_s=catalog.number(entry, "call_overhead"),
         in_switch_reduction=inside and bool(catalog.figure(entry, "in_switch_reduction").value),
+        host_bytes_per_s=catalog.number(entry, "host_bandwidth", 0.0),
         catalog=name,
     )

@@ -9,8 +9,8 @@ fill a node before the next one begins. On 8 nodes x 8 devices:
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cost_models.errors import ClusterError
 from cost_models.library import Library, nccl
@@ -39,6 +39,16 @@ class Hop:
 
     library: Library = field(default_factory=nccl)
     """What runs the collectives; the same on all levels of a cluster."""
+
+    host_bytes_per_s: float = 0.0
+    """What a computing CPU core handles of what it sends; 0: not known."""
+
+    efficiency_of: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Of collectives that reach another fraction than `efficiency`."""
+
+    def serving(self, op: str) -> "Hop":
+        """Return the hop as collective `op` finds it."""
+        return replace(self, efficiency=self.efficiency_of.get(op, self.efficiency)) if self.efficiency_of else self
 
     @property
     def achieved_bytes_per_s(self) -> float:
@@ -86,6 +96,8 @@ def _hop(level: Level, ranks: int, groups_in_endpoint: int) -> Hop:
         efficiency=level.efficiency,
         call_s=level.call_s,
         library=level.library,
+        host_bytes_per_s=level.host_bytes_per_s,
+        efficiency_of=level.efficiency_of,
     )
 
 

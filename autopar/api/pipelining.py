@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from autopar.ir import stages as blocks
 from autopar.ir.graph import Graph, Op
 from autopar.ir.pipeline import PipelineCosts
 from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
+from autopar.ir.roles import parameter_like
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
 from autopar.ir.weight_gradients import weight_gradients
@@ -214,10 +215,7 @@ class _Blocks:
 
     def _hidden_s(self, issued: Issued) -> float:
         """Return the part of a collective that computation runs behind, as the costs of the whole program have it."""
-        if not issued.overlapped:
-            return 0.0
-        links, axis = self.outcome.links, issued.message.axis
-        return links.overlap[axis] * max(0.0, links.message_s(issued.message) - links.blocking_s(axis))
+        return self.outcome.links.hidable_s(issued.message) if issued.overlapped else 0.0
 
     def _bytes(self, op: Op) -> float:
         strategy = self.outcome.strategy(self.graph.representative(op.name))
@@ -232,7 +230,6 @@ class _Blocks:
         """Return the bytes of parameters, gradients and optimizer state of each block."""
         found = [(0.0, 0.0, 0.0)] * len(self.paths)
         gradients = {o.name: o.ref for o in self.graph.outputs if o.kind == "gradient" and o.ref is not None}
-        users = self.graph.users
         for op in self.graph.ops:
             if op.kind not in {"parameter", "buffer"}:
                 continue
@@ -243,10 +240,18 @@ class _Blocks:
             ref = gradients.get(op.name)
             gradient = self._bytes(self.graph.by_name[ref.op]) if ref is not None else 0.0
             # A tied parameter is held by each stage that reads it.
-            for at in {self.of[op.name], *(self.of[user] for user in users[op.name])}:
+            for at in {self.of[op.name], *(self.of[reader] for reader in self._readers(op.name))}:
                 p, g, s = found[at]
                 found[at] = (p + self._bytes(op), g + gradient, s + state)
         return found
+
+    def _readers(self, name: str) -> Iterator[str]:
+        """Yield the operators that read a parameter, as it is or viewed or cast: a view is made where it is read."""
+        for user in self.graph.users[name]:
+            if user in parameter_like(self.graph):
+                yield from self._readers(user)
+            else:
+                yield user
 
     def _saved(self, apart: Collection[str]) -> tuple[list[float], list[float]]:
         """Return the bytes that each block saves for backward, and those that wait for its weight gradients `apart`.

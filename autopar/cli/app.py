@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from autopar.cli.calibrate import calibrate
 from autopar.cli.check import check
 from autopar.cli.cluster import app as cluster
 from autopar.cli.diff import diff
@@ -56,7 +57,7 @@ def _need_command(context: typer.Context) -> None:
         raise typer.Exit(UsageError.exit_code)
 
 
-for _command in (plan, show, explain, diff, check, validate, run, schema):
+for _command in (plan, show, explain, diff, check, validate, calibrate, run, schema):
     app.command(name=_command.__name__)(_command)
 app.add_typer(cluster, name="cluster")
 

@@ -13,7 +13,7 @@ from autopar.ir.strategy import Inner, MeshStrategy
 from autopar.ir.tensor import TensorMeta
 from cost_models import compute
 from cost_models.cluster import ClusterSpec
-from cost_models.collectives import collective_s
+from cost_models.collectives import collective_s, host_s
 from cost_models.overlap import overlap_efficiency
 from cost_models.topology import Hop, axis_hops
 
@@ -85,44 +85,51 @@ class Links:
         """Return the seconds of each call along an axis that its issuer spends itself: on a CPU, none on a GPU."""
         return self._blocking_s[axis]
 
-    @property
-    def overlap(self) -> tuple[float, ...]:
-        """Return, for each axis, the share of a collective's seconds that computation can run behind."""
-        return self._overlap
+    def hidable_s(self, message: Message) -> float:
+        """Return the seconds of a collective that computation can run behind.
 
-    def route_s(
-        self, before: Layout, after: Layout, meta: TensorMeta, shares: tuple[float, ...] | None = None
-    ) -> float:
+        Not what issuing it takes on a CPU. Of the rest, all but what the computing core spends on its bytes, where
+        the cluster says how much that is; else the share that `cost_models.overlap` has measured.
+        """
+        if message.axis < self.time_axes:
+            return 0.0
+        rest = self.message_s(message) - self._blocking_s[message.axis]
+        hops = self._hops[message.axis]
+        if all(hop.host_bytes_per_s for hop in hops):
+            return max(0.0, rest - host_s(message.op, message.bytes, hops))
+        return self._overlap[message.axis] * max(0.0, rest)
+
+    def route_s(self, before: Layout, after: Layout, meta: TensorMeta, *, hidable: bool = False) -> float:
         """Return the seconds to bring a tensor from one layout to another; infinite if no steps lead there.
 
-        With `shares`, each axis's collectives count by that share only, without what issuing them takes on a CPU.
+        With `hidable`, only those that computation can run behind; see `hidable_s`.
         """
         if before == after:
             return 0.0
-        key = (before, after, meta, shares)
+        key = (before, after, meta, hidable)
         if key not in self._routes:
-            self._routes[key] = self._price(before, after, meta, shares)
+            self._routes[key] = self._price(before, after, meta, hidable)
         return self._routes[key]
 
-    def _price(self, before: Layout, after: Layout, meta: TensorMeta, shares: tuple[float, ...] | None) -> float:
+    def _price(self, before: Layout, after: Layout, meta: TensorMeta, hidable: bool) -> float:
         if not is_reachable(before, after):
             return UNREACHABLE
         try:
             steps = route(before, after, meta.shape, self.sizes, self.time_axes)
         except NoRouteError:
             return UNREACHABLE
-        if shares is None:
+        if not hidable:
             return sum(self.step_s(step, meta) for step in steps)
-        return sum(
-            shares[step.axis] * max(0.0, self.step_s(step, meta) - self._blocking_s[step.axis])
-            for step in steps
-            if step.communicates
-        )
+        messages = (self._message(step, meta) for step in steps if step.communicates)
+        return sum(self.hidable_s(message) for message in messages)
+
+    def _message(self, step: Step, meta: TensorMeta) -> Message:
+        return Message(step.kind, step.axis, step.message_numel(meta.shape, self.sizes) * meta.item_bytes)
 
     def route_messages(self, before: Layout, after: Layout, meta: TensorMeta) -> tuple[Message, ...]:
         """Return the collectives on the way from one layout to another, in order."""
         return tuple(
-            Message(step.kind, step.axis, step.message_numel(meta.shape, self.sizes) * meta.item_bytes)
+            self._message(step, meta)
             for step in route(before, after, meta.shape, self.sizes, self.time_axes)
             if step.communicates and step.axis >= self.time_axes
         )

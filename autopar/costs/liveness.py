@@ -1,8 +1,8 @@
 """How long values live, and what one device holds at a moment as a function of the decisions.
 
 A value lives from the operator that makes it to its last reader, through views
-of it, which own nothing. Gradients of parameters live to the end. Parameters
-and optimizer state live throughout. A redistributed copy lives from the first
+of it, which own nothing. Gradients of parameters live to the end. Parameters,
+optimizer state and the batch, which the caller holds, live throughout. A redistributed copy lives from the first
 to the last reader that shares it.
 """
 
@@ -19,6 +19,7 @@ from autopar.costs.clusters import Cluster
 from autopar.costs.optimizer import state_bytes
 from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.placement import Layout, local_shape
+from autopar.ir.reshard import AHEAD_BYTES
 from autopar.ir.roles import is_view
 from autopar.ir.table import Floats, MemoryRow
 from autopar.ir.tensor import TensorMeta
@@ -44,6 +45,9 @@ class CopyLife:
 
     of_parameter: bool = False
     """Whether what is copied is a parameter: the same in all micro-batches."""
+
+    tail: Floats | None = None
+    """Likewise, held from the first moment of a life to the end of the program: what a scattered sum leaves behind."""
 
 
 @once_per_graph
@@ -77,10 +81,12 @@ def lives(graph: Graph) -> list[Life]:
     for position, op in enumerate(graph.ops):
         if op.kind in {"parameter", "buffer"}:
             continue
-        first = 0 if op.kind in {"input", "constant"} else position
+        held = op.kind in {"input", "constant"}
+        first = 0 if held else position
         for index, meta in enumerate(op.outputs):
             if meta is not None and base[op.name, index] == (op.name, index):
-                found.append(Life(op.name, index, first, last.get((op.name, index), position)))
+                until = end if held else last.get((op.name, index), position)
+                found.append(Life(op.name, index, first, until))
     return found
 
 
@@ -93,11 +99,34 @@ def gradients_of(graph: Graph) -> frozenset[tuple[str, int]]:
 
 
 def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
-    """Return how long values live in a step; gradients that add up over micro-batches are there from the start."""
+    """Return how long values live in a step.
+
+    Gradients that add up over micro-batches are there from the start, and those of one micro-batch beside them until it
+    ends: they are added when all of it is computed.
+    """
     if not accumulates:
         return lives(graph)
     summed = gradients_of(graph)
-    return [replace(each, first=0) if (each.op, each.index) in summed else each for each in lives(graph)]
+    return [*lives(graph), *(replace(each, first=0) for each in lives(graph) if (each.op, each.index) in summed)]
+
+
+def prefetched(gathers: Sequence[tuple[int, int, float]]) -> list[int]:
+    """Return, for each gather of a parameter in one phase, the position at which it is issued.
+
+    A gather is (position of its first reader, of its last, bytes). Programs issue each before the use of the one ahead
+    of it, and earlier while what is gathered ahead fits `ir.reshard.AHEAD_BYTES`: the rule of the rewriter's
+    `PrefetchGathers`.
+    """
+    order = sorted(range(len(gathers)), key=lambda i: gathers[i][0])
+    issued = [first for first, _, _ in gathers]
+    for place in range(1, len(order)):
+        target = place - 1
+        ahead = gathers[order[place]][2] + gathers[order[target]][2]
+        while target > 0 and ahead + gathers[order[target - 1]][2] <= AHEAD_BYTES:
+            target -= 1
+            ahead += gathers[order[target]][2]
+        issued[order[place]] = gathers[order[target]][0]
+    return issued
 
 
 def local_bytes(meta: TensorMeta, layout: Layout | None, sizes: tuple[int, ...]) -> float:
@@ -178,8 +207,10 @@ class Holdings:
         groups: dict[int, Floats] = {}
         for number, copy in enumerate(self.copies):
             now = sum(first <= at <= last for first, last in copy.lives)
-            if now and copy.bytes.any():
-                groups[number] = now * copy.bytes
+            begun = sum(first <= at for first, _ in copy.lives) if copy.tail is not None else 0
+            held = now * copy.bytes + (begun * copy.tail if copy.tail is not None else 0.0)
+            if held.any():
+                groups[number] = held
         return MemoryRow(at, self.reserved_bytes, nodes, groups)
 
     def curve(self, options: Sequence[int], copies: Sequence[set[tuple[int, int]]]) -> Floats:
@@ -202,4 +233,8 @@ class Holdings:
                 for first, last in copy.lives:
                     steps[first] += held
                     steps[last + 1] -= held
+            kept = sum(copy.tail[pair] for pair in pairs) if copy.tail is not None else 0.0
+            if kept:
+                for first, _ in copy.lives:
+                    steps[first] += kept
         return np.cumsum(steps)[: len(self.graph.ops) + 1]

@@ -27,7 +27,10 @@ def optimizer_seconds(
 ) -> Floats:
     """Return the seconds of the optimizer step of one parameter for each layout at rest."""
     numels = np.array([local_numel(op, layout, sizes) for layout in layouts if layout is not None], dtype=np.float64)
-    return np.asarray(compute.optimizer_s(numels, optimizer, device), dtype=np.float64)
+    meta = op.outputs[0]
+    temporaries = memory.optimizer_temporaries(optimizer)
+    fresh = compute.fresh_s(numels * (meta.item_bytes if meta is not None else 0), device)
+    return np.asarray(compute.optimizer_s(numels, optimizer, device) + temporaries * fresh, dtype=np.float64)
 
 
 def state_bytes(op: Op, layout: Layout, sizes: tuple[int, ...], optimizer: str) -> float:

@@ -36,6 +36,7 @@ from autopar.ir.plan import (
 )
 from autopar.ir.roles import gradient_like, parameter_like
 from autopar.ir.strategy import MeshStrategy
+from autopar.ir.table import Floats
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,20 @@ class Outcome:
             runs += [tuple(run) for run in found if len(run) > 1]
         return tuple(runs)
 
+    def _merging_bytes(self) -> Floats:
+        """Return what reducing several gradients as one holds at each position: gloo copies them into one buffer."""
+        graph = self.graph
+        held = np.zeros(len(graph.ops) + 1)
+        if self.links.cluster.device.kind != "cpu":
+            return held
+        sources = {graph.by_name[o.name].target: o.ref for o in graph.outputs if o.kind == "gradient"}
+        for run in self.buckets:
+            refs = [sources[each.name] for each in run]
+            ready = max(graph.position[ref.op] for ref in refs if ref is not None)
+            at = ready if self.microbatches == 1 else len(graph.ops)
+            held[at:] = np.maximum(held[at:], float(sum(each.bytes for each in run)))
+        return held
+
     def _backward_clock(self) -> tuple[dict[str, float], float]:
         """Return when each operator of the backward pass is done, computation alone, and when the last is."""
         spent: dict[str, float] = {}
@@ -292,7 +307,7 @@ class Outcome:
         """Return the bytes held at the peak, by what they are."""
         graph, sizes, pricing = self.graph, self.links.sizes, self.pricing
         copies = [pairs(group, self.options) for group in pricing.table.groups]
-        curve = pricing.table.memory_curve(self.options, copies)
+        curve = pricing.table.memory_curve(self.options, copies) + self._merging_bytes()
         at = int(np.argmax(curve))
         parameters = optimizer = gradients = activations = 0.0
         for op in graph.ops:

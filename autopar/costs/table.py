@@ -16,7 +16,7 @@ import numpy as np
 from autopar.costs import operators
 from autopar.costs.clusters import Cluster, build
 from autopar.costs.links import Links
-from autopar.costs.liveness import CopyLife, Holdings, local_bytes
+from autopar.costs.liveness import CopyLife, Holdings, local_bytes, prefetched
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
@@ -171,11 +171,29 @@ class Builder:
     def _groups(self, nodes: list[Node]) -> tuple[list[Group], list[CopyLife]]:
         groups: list[Group] = []
         copies: list[CopyLife] = []
+        early: dict[str, list[int]] = {}
         for sharing, (counts, lives) in sharers(self.graph).items():
-            for group, held in self._build_group(nodes, sharing, counts):
+            for group, held, tail in self._build_group(nodes, sharing, counts):
+                if sharing.category == "prefetch":
+                    early.setdefault(sharing.phase, []).append(len(groups))
                 groups.append(group)
-                copies.append(CopyLife(tuple(lives), held, sharing.producer in self._parameters))
+                copies.append(CopyLife(tuple(lives), held, sharing.producer in self._parameters, tail))
+        for numbers in early.values():
+            self._issue_early(groups, copies, numbers)
         return groups, copies
+
+    def _issue_early(self, groups: Sequence[Group], copies: list[CopyLife], numbers: Sequence[int]) -> None:
+        """Let gathered parameters of one phase live from where their gathers are issued."""
+        gathers = []
+        for number in numbers:
+            producer = groups[number].name.split(".")[0]
+            meta = self.graph.by_name[producer].outputs[0]
+            size = float(meta.nbytes) if meta is not None else 0.0
+            gathers += [(first, last, size) for first, last in copies[number].lives]
+        issued = iter(prefetched(gathers))
+        for number in numbers:
+            lives = tuple((next(issued), last) for _, last in copies[number].lives)
+            copies[number] = replace(copies[number], lives=lives)
 
     def _demand(self, reader: Reader) -> tuple[int, list[Layout]]:
         """Return the node that a reader belongs to, and the layout it needs under each of the node's options."""
@@ -193,7 +211,9 @@ class Builder:
             cluster.strategy(reader.op, k).inputs[reader.slot] for k in range(len(cluster.options))
         ]
 
-    def _build_group(self, nodes: list[Node], sharing: Sharing, counts: Floats) -> list[tuple[Group, Floats]]:
+    def _build_group(
+        self, nodes: list[Node], sharing: Sharing, counts: Floats
+    ) -> list[tuple[Group, Floats, Floats | None]]:
         source = self.home[sharing.producer]
         cluster = self.clusters[source]
         meta = self.graph.by_name[sharing.producer].outputs[sharing.index]
@@ -211,20 +231,46 @@ class Builder:
             column = np.array([wanted.index(each) for each in layouts], dtype=np.int64)
             demands.setdefault((node, column.tobytes()), Demand(node, column))
         price = np.array([[self.links.route_s(a, b, meta) for b in wanted] for a in sources])
-        shares = (0.0,) * len(self.links.sizes) if sharing.category == "critical" else self.links.overlap
-        if sharing.category == "reduction" and self._microbatches > 1:
-            # Gradients are added up over all micro-batches before they are reduced: nothing is left to hide behind.
-            shares = (0.0,) * len(self.links.sizes)
+        # Gradients of micro-batches are added up before they are reduced: nothing is left to hide behind.
+        apart = sharing.category == "reduction" and self._microbatches > 1
+        alone = sharing.category == "critical" or apart
         times = 1 if sharing.category == "reduction" else self._microbatches
-        hidden = np.array([[self.links.route_s(a, b, meta, shares) for b in wanted] for a in sources])
+        hidden = np.where(np.isfinite(price), 0.0, price)
+        if not alone:
+            hidden = np.array([[self.links.route_s(a, b, meta, hidable=True) for b in wanted] for a in sources])
         held = np.array([[0.0 if a == b else local_bytes(meta, b, self.links.sizes) for b in wanted] for a in sources])
+        tail = None
+        if sharing.category == "reduction" and self._microbatches == 1:
+            held, tail = self._scattered(sources, wanted, meta, held)
         if once.any():
             kept = sharing.phase == "both"
             price, hidden, held = (_by_gather(each, paid_if_kept=kept) for each in (price, hidden, held))
             layout = layout + len(sources) * once
         name = f"{sharing.producer}.{sharing.index}.{sharing.phase}"
         group = Group(name, source, layout, tuple(demands.values()), price, hidden, sharing.category, times * counts)
-        return [(each, held) for each in self._drop_own(nodes, group)]
+        return [(each, held, tail) for each in self._drop_own(nodes, group)]
+
+    def _scattered(
+        self, sources: Sequence[Layout], wanted: Sequence[Layout], meta: TensorMeta, held: Floats
+    ) -> tuple[Floats, Floats]:
+        """Return what redistributed gradients hold for a moment and to the end of backward, where all are waited for.
+
+        A sum over ranks is made in place. Of a scattered one the own part stays; on a CPU the terms of all ranks do,
+        which gloo exchanges and the program adds up after the wait.
+        """
+        tail = np.zeros_like(held)
+        exchanged = self.links.cluster.device.kind == "cpu"
+        for i, have in enumerate(sources):
+            for j, want in enumerate(wanted):
+                if have == want or not np.isfinite(self.links.route_s(have, want, meta)):
+                    continue
+                ops = {message.op for message in self.links.route_messages(have, want, meta)}
+                if "reduce_scatter" in ops:
+                    tail[i, j] = local_bytes(meta, have if exchanged else want, self.links.sizes)
+                    held[i, j] = 0.0
+                elif ops == {"all_reduce"}:
+                    held[i, j] = 0.0
+        return held, tail
 
     def _drop_own(self, nodes: list[Node], group: Group) -> list[Group]:
         """Fold demands of the source's own node into its seconds; return the group if anything remains of it."""

@@ -10,6 +10,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.microbatches import with_time
 from autopar.ir.plan import Decisions
+from autopar.ir.reshard import AHEAD_BYTES
 from autopar.ir.squeeze import squeeze
 from autopar.rewrite.device import passes_for
 from autopar.rewrite.microbatches import Totals, settle
@@ -30,7 +31,7 @@ _LOCAL: tuple[Pass, ...] = (
 PHASE: tuple[Pass, ...] = (
     IssueEarly(),
     SinkWaits(),
-    PrefetchGathers(ahead_bytes=64 << 20),
+    PrefetchGathers(AHEAD_BYTES),
 )
 """On forward and on backward, each by itself."""
 

@@ -19,6 +19,14 @@ from cost_models.errors import ClusterError, CostModelError, suggestion
 
 KINDS = ("datasheet", "measured", "fitted", "assumed")
 
+FORMAT = 2
+"""Of the figures that a device and a link have; a calibration file made for an older one lacks some."""
+
+FORMATS: Mapping[int, str] = {
+    2: "fresh_size and fresh_bandwidth of a device's memory, host_bandwidth and efficiency_of of links",
+}
+"""What each format added."""
+
 Value = float | int | bool | str
 
 _HERE = Path(__file__).parent

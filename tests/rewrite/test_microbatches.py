@@ -148,17 +148,6 @@ def test_a_table_with_a_row_a_sample_is_refused(model: nn.Module):
         programs(model, (torch.randn(8, 4),), 2)
 
 
-@pytest.mark.parametrize("how", ["neighbours", "beside", "numbers", "positions", "first", "returned"])
-def test_rows_and_places_of_the_whole_batch_are_refused(how: str):
-    with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
-        programs(Ranked(how), (torch.randn(8, 4),), 2)
-
-
-def test_a_loss_that_balances_experts_over_the_whole_batch_is_refused():
-    with pytest.raises(InfeasibleError, match="needs all samples of a step at once"):
-        programs(Experts(balance=0.1), (torch.randn(8, 3, 8),), 2)
-
-
 @pytest.mark.parametrize(
     "how", ["neighbours", "beside", "numbers", "positions", "table", "diagonal", "first", "returned"]
 )

@@ -1,0 +1,178 @@
+"""Measuring the machine at hand, and imports of others' measurements, composed to a calibration."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import UsageError
+from cost_models.calibration import Calibration, LevelFigures, Machine, level_figures
+from cost_models.calibration_fit import Fitted, fit_device, fit_level, median_s
+from cost_models.cluster import ClusterSpec
+from cost_models.node import Level
+
+
+def described(cluster: str | None) -> ClusterSpec | None:
+    """Return the cluster that is named, without the calibration it may name; none if none is."""
+    if cluster is None:
+        return None
+    if Path(cluster).is_file():
+        return ClusterSpec.from_file(cluster, calibrate=False)
+    return ClusterSpec.parse(cluster)
+
+
+def is_launched(variables: Mapping[str, str]) -> bool:
+    """Return whether this process is a rank that torchrun or the like has started."""
+    return "RANK" in variables and "WORLD_SIZE" in variables
+
+
+def launch(ranks: int, arguments: Sequence[str]) -> int:
+    """Run the command once a device of this machine, one thread a rank where these are cores; return its status."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    variables = {**os.environ}
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    return subprocess.run([*command, "-m", "autopar", *arguments], env=variables, check=False).returncode
+
+
+def measured(spec: ClusterSpec | None) -> Calibration | None:
+    """Return what the ranks found, on the first of them; none on the others.
+
+    Raises:
+        UsageError: the ranks are not those of the cluster's inner levels.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from autopar.runtime.measure_kernels import hardware, measure_kernels
+    from autopar.runtime.measure_links import measure_links
+    from autopar.runtime.ranks import Ranks
+
+    ranks = Ranks.join()
+    if ranks.device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world_size)))
+    spec = spec or _detected(ranks.world_size, local)
+    levels = _measured_levels(spec, ranks.world_size, local)
+    kernels = _slowest(list(ranks.gather(measure_kernels(ranks.device))))
+    links = measure_links({each.name: each.fanout for each in levels}, ranks) if ranks.world_size > 1 else []
+    if dist.is_initialized():
+        dist.barrier()
+    if ranks.rank:
+        return None
+    device, figures = fit_device(spec.device, kernels)
+    machine = _machine(
+        spec, hardware(ranks.device), ranks.world_size // local, local, "gloo" if ranks.device.type == "cpu" else "nccl"
+    )
+    return Calibration(
+        machine=machine,
+        device=device,
+        device_figures=tuple(figures),
+        levels=_fitted(levels, links),
+        samples=(*kernels, *links),
+    )
+
+
+def imported(files: Sequence[Path], spec: ClusterSpec | None) -> Calibration:
+    """Return the levels that outputs of nccl-tests show, inner levels fitted first.
+
+    Raises:
+        CostModelError: a file is no such output, or of another number of devices than the cluster's levels have.
+    """
+    from cost_models.detect import recognise
+    from cost_models.errors import ClusterError
+    from cost_models.nccl_tests import read_nccl_tests
+
+    runs = [(path, read_nccl_tests(path)) for path in files]
+    first = runs[0][1]
+    nodes = max(run.hosts for _, run in runs)
+    local = max(run.ranks // run.hosts for _, run in runs)
+    if spec is None:
+        spec = ClusterSpec.parse(f"{recognise(first.device, _gibibytes(first.device) * 1024)}:{local}x{nodes}")
+    levels = spec.levels
+    sizes = [math.prod(each.fanout for each in levels[: i + 1]) for i in range(len(levels))]
+    by_level: dict[str, list[dict[str, Any]]] = {}
+    for path, run in runs:
+        if run.ranks not in sizes:
+            joined = ", ".join(f"{level.name} {size}" for level, size in zip(levels, sizes, strict=True))
+            raise ClusterError(
+                f"{path}: {run.ranks} ranks on {run.hosts} hosts are none of the cluster's levels ({joined} devices);"
+                " name the cluster that was measured with -c"
+            )
+        level = levels[sizes.index(run.ranks)].name
+        by_level.setdefault(level, []).extend({**each, "level": level} for each in run.samples)
+    samples = tuple(each for found in by_level.values() for each in found)
+    machine = _machine(spec, first.device, nodes, local, "nccl")
+    return Calibration(machine=machine, device=None, levels=_fitted(levels, samples), samples=samples)
+
+
+def _gibibytes(device: str) -> int:
+    """Return the memory that a device's name tells, such as `NVIDIA H100 80GB HBM3`; 80 GiB where it does not."""
+    numbers = [word[:-2] for word in device.replace("-", " ").split() if word.endswith("GB")]
+    return next((int(each) for each in numbers if each.isdigit()), 80)
+
+
+def _detected(world: int, local: int) -> ClusterSpec:
+    node = ClusterSpec.detect().groups[0].node
+    device = node.device.catalog or node.device.name
+    return ClusterSpec.parse(f"{device}:{local}x{world // local}" if world > local else f"{device}:{local}")
+
+
+def _measured_levels(spec: ClusterSpec, world: int, local: int) -> tuple[Level, ...]:
+    """Return the levels, inner to outer, that the ranks make up."""
+    levels = spec.levels
+    for count in range(len(levels) + 1):
+        if math.prod(each.fanout for each in levels[:count]) == world and (count == 0 or levels[0].fanout == local):
+            return levels[:count]
+    made_up = " x ".join(f"{each.name} {each.fanout}" for each in levels)
+    raise UsageError(
+        f"{world} ranks, {local} a machine, are not the inner levels of cluster {spec.name!r} ({made_up});"
+        " start as many as its nodes have devices, or name another cluster with -c"
+    )
+
+
+def _machine(spec: ClusterSpec, hardware: str, nodes: int, local: int, library: str) -> Machine:
+    from importlib.metadata import version
+
+    return Machine(
+        hardware=hardware,
+        kind=spec.device.kind,
+        catalog=spec.device.catalog or spec.device.name,
+        library=library,
+        nodes=nodes,
+        devices_per_node=local,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        torch=version("torch"),
+    )
+
+
+def _slowest(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return each kernel that all ranks timed, with the seconds of the rank that took longest for it."""
+    timed = [{_what(each): each for each in samples} for samples in of_ranks]
+    return [
+        max((samples[what] for samples in timed), key=median_s)
+        for what in timed[0]
+        if all(what in samples for samples in timed)
+    ]
+
+
+def _what(sample: Mapping[str, Any]) -> str:
+    return str([(key, value) for key, value in sample.items() if key not in {"seconds", "old_s"}])
+
+
+def _fitted(levels: Sequence[Level], samples: Sequence[Mapping[str, Any]]) -> tuple[LevelFigures, ...]:
+    now = list(levels)
+    made: list[LevelFigures] = []
+    for place, level in enumerate(levels):
+        of = [each for each in samples if each["level"] == level.name]
+        if not of:
+            continue
+        figures: list[Fitted]
+        now[place], figures = fit_level(now, place, of)
+        made.append(level_figures(now[place], figures))
+    return tuple(made)

@@ -1,0 +1,68 @@
+"""`autopar calibrate`: what this machine really does, as figures of the cost model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.files import require_writable, write
+
+if TYPE_CHECKING:
+    from cost_models.calibration import Calibration
+    from cost_models.cluster import ClusterSpec
+
+
+def calibrate(
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Instead of stdout.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option("-c", "--cluster", metavar="CLUSTER", help="What this machine is; default: detected.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", min=1, help="Of this machine; default: all its devices.")
+    ] = None,
+    from_nccl_tests: Annotated[
+        list[Path] | None,
+        typer.Option("--from-nccl-tests", metavar="FILE", help="Output of nccl-tests, instead of measuring."),
+    ] = None,
+) -> int:
+    """Measure this machine: matmuls, memory, launches, collectives on every link level.
+
+    Starts one rank a device with torchrun. Under a launcher that sets RANK (torchrun on several machines), each process
+    is a rank, and the first one writes. The table of figures with their spread goes to stderr.
+    """
+    from autopar.api.calibrating import described, imported, is_launched, launch, measured
+    from autopar.report.calibration import calibration_text
+
+    if output is not None:
+        require_writable(output)
+    spec = described(cluster)
+    found: Calibration | None
+    if from_nccl_tests:
+        found = imported(from_nccl_tests, spec)
+    elif is_launched(os.environ):
+        found = measured(spec)
+    else:
+        return launch(_node_ranks(spec, ranks), _arguments(output, cluster))
+    if found is not None:
+        sys.stderr.write(calibration_text(found))
+        write(found.to_json(), output)
+    return 0
+
+
+def _node_ranks(spec: ClusterSpec | None, ranks: int | None) -> int:
+    from cost_models.cluster import ClusterSpec
+
+    return ranks or (spec or ClusterSpec.detect()).devices_per_node
+
+
+def _arguments(output: Path | None, cluster: str | None) -> list[str]:
+    found = ["calibrate"]
+    if output is not None:
+        found += ["-o", str(output)]
+    if cluster is not None:
+        found += ["-c", cluster]
+    return found

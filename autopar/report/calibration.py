@@ -1,0 +1,33 @@
+"""What a calibration found, as a table for the terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+_WIDTH = 100
+
+
+def calibration_text(calibration: Any) -> str:
+    """Return the figures of a calibration: value, spread of the runs, error of the fit, samples."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("of", "figure", "value", "spread", "fit error", "samples", title=str(calibration.machine))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for of, figure in _figures(calibration):
+        value = f"{figure.value:.4g} {figure.unit}"
+        table.add_row(of, figure.figure, value, f"{figure.spread:.1%}", f"{figure.error:.1%}", str(figure.samples))
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, no_color=True, markup=False, highlight=False).print(table)
+    return out.getvalue()
+
+
+def _figures(calibration: Any) -> Iterator[tuple[str, Any]]:
+    for figure in calibration.device_figures:
+        yield "device", figure
+    for level in calibration.levels:
+        for figure in level.figures:
+            yield level.name, figure

@@ -1,0 +1,179 @@
+"""Seconds of kernels on this rank's device, while all ranks of the machine run the same.
+
+What is timed and in which sizes is said here; what the seconds mean to the cost model is not known here
+(`cost_models.calibration_fit`). Operands are made before, results go where they went before, except where new memory
+is what is timed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Sample = dict[str, Any]
+"""A kernel, its sizes, and `seconds`: one figure a run."""
+
+_RUNS = 7
+_WARM_UP = 2
+_LONGEST_S = 0.3
+"""Sizes that would take longer at the rate of those before are left out."""
+
+_MIB = 2**20
+_MATMULS = (
+    (1, 16, 512, 512), (8, 64, 64, 64), (1, 128, 512, 64), (1, 256, 256, 256), (1, 64, 1024, 1024),
+    (32, 128, 128, 64), (1, 2048, 256, 256), (1, 64, 2048, 2048), (1, 1024, 1024, 256), (1, 512, 4096, 512),
+    (1, 1024, 1024, 1024), (1, 512, 8192, 256), (1, 1024, 1536, 1536), (1, 2048, 2048, 2048), (1, 4096, 4096, 4096),
+    (1, 8192, 8192, 8192),
+)  # fmt: skip
+"""Batch, m, n, k: layers narrow and wide, few and many rows, heads of attention; by FLOPs."""
+
+_ATTENTIONS = ((2, 4, 128, 64), (4, 8, 256, 64), (4, 16, 1024, 64), (4, 16, 4096, 128))
+"""Batch, heads, positions, width of a head."""
+
+
+def measure_kernels(device: torch.device) -> list[Sample]:
+    """Return timed kernels: launch, elementwise traffic, new memory, exp, matmuls by dtype, attention."""
+    clock = Clock(device)
+    found = [_launch(clock), _exp(clock), *_traffic(clock)]
+    if device.type == "cpu":
+        found += _fresh(clock)
+    for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16, torch.float16):
+        found += _matmuls(clock, dtype)
+        found += _attentions(clock, dtype)
+    return found
+
+
+class Clock:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def seconds(self, work: Callable[[], object], calls: int = 1, runs: int = _RUNS) -> list[float]:
+        """Return seconds a call in each run of `calls` calls, after warm-up."""
+        for _ in range(_WARM_UP):
+            work()
+        found = []
+        for _ in range(runs):
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                work()
+            self.wait()
+            found.append((time.perf_counter() - start) / calls)
+        return found
+
+    def wait(self) -> None:
+        """Return when the device has done all it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def random(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return random numbers on the device."""
+        return torch.randn(sizes, device=self.device, dtype=dtype)
+
+
+def _launch(clock: Clock) -> Sample:
+    a = clock.random(16)
+    return {"kernel": "launch", "seconds": clock.seconds(lambda: torch.add(a, a), calls=200)}
+
+
+def _exp(clock: Clock) -> Sample:
+    a, out = clock.random(_MIB), clock.random(_MIB)
+    return {"kernel": "exp", "elements": _MIB, "seconds": clock.seconds(lambda: torch.exp(a, out=out))}
+
+
+def _traffic(clock: Clock) -> Iterator[Sample]:
+    largest = 64 if clock.device.type == "cpu" else 1024
+    size = 1
+    while size <= 16 * largest:  # of each of three tensors, in 1/16 MiB
+        a, b, out = (clock.random(size * _MIB // 64) for _ in range(3))
+        calls = max(1, 64 // size)
+        seconds = clock.seconds(lambda a=a, b=b, out=out: torch.add(a, b, out=out), calls)  # type: ignore[misc]
+        yield {"kernel": "elementwise", "bytes": 3 * size * _MIB // 16, "seconds": seconds}
+        size *= 4
+
+
+def _fresh(clock: Clock) -> Iterator[Sample]:
+    """Yield the same kernel on new and on old memory: what the system takes for pages, and from which size on."""
+    for mebibytes in (4, 8, 16, 24, 32, 48, 64, 128):
+        a, out = clock.random(mebibytes * _MIB // 4), clock.random(mebibytes * _MIB // 4)
+        old = clock.seconds(lambda a=a, out=out: torch.neg(a, out=out))  # type: ignore[misc]
+        new = clock.seconds(lambda a=a: torch.neg(a))  # type: ignore[misc]
+        yield {"kernel": "fresh", "bytes": mebibytes * _MIB, "old_s": old, "seconds": new}
+
+
+def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield products as forward and both halves of backward lay them out: a b, a b^T, a^T b."""
+    rate = math.inf
+    for batch, m, n, k in _MATMULS:
+        flops = 2 * batch * m * n * k
+        if flops / rate > _LONGEST_S:
+            return
+        slowest = 0.0
+        for layout in ("nn", "nt", "tn"):
+            a = clock.random(batch, k, m, dtype=dtype).mT if layout == "tn" else clock.random(batch, m, k, dtype=dtype)
+            b = clock.random(batch, n, k, dtype=dtype).mT if layout == "nt" else clock.random(batch, k, n, dtype=dtype)
+            out = clock.random(batch, m, n, dtype=dtype)
+            if batch == 1:
+                a, b, out = a[0], b[0], out[0]
+            product = torch.mm if batch == 1 else torch.bmm
+            calls = max(1, int(2e8 / flops))
+            seconds = clock.seconds(lambda p=product, a=a, b=b, out=out: p(a, b, out=out), calls, runs=5)  # type: ignore[misc]
+            yield {
+                "kernel": "matmul",
+                "dtype": str(dtype).removeprefix("torch."),
+                "sizes": [batch, m, n, k],
+                "layout": layout,
+                "seconds": seconds,
+            }
+            slowest = max(slowest, *seconds)
+        rate = flops / slowest
+
+
+def _attentions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
+    rate = math.inf
+    for sizes in _ATTENTIONS:
+        if clock.device.type == "cuda" and dtype is torch.float32:
+            return
+        batch, heads, positions, width = sizes
+        flops = 4 * batch * heads * positions * positions * width
+        if flops / rate > _LONGEST_S:
+            return
+        q, k, v = (clock.random(*sizes, dtype=dtype) for _ in range(3))
+        seconds = clock.seconds(
+            lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(q, k, v),  # type: ignore[misc]
+            runs=5,
+        )
+        yield {
+            "kernel": "attention",
+            "dtype": str(dtype).removeprefix("torch."),
+            "flops": flops,
+            "bytes": 4 * q.nbytes,
+            "seconds": seconds,
+        }
+        rate = flops / max(seconds)
+
+
+def hardware(device: torch.device) -> str:
+    """Return what the device calls itself: a GPU's name, or the CPU's with the number of its cores in use."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{_cpu_name()}, {cores} cores"
+
+
+def _cpu_name() -> str:
+    import platform
+    from pathlib import Path
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "CPU")

@@ -1,0 +1,136 @@
+"""Whether predictions are right once the testbed is calibrated: plans of each kind, predicted and run.
+
+    python benchmarks/testbed/netrun.py --rate 1gbit -- python -m autopar calibrate \
+        -c benchmarks/testbed/cluster_1gbit.yaml -o benchmarks/testbed/calibration_1gbit.json
+    python -m benchmarks.testbed.calibrated --scenarios gpt_balanced
+
+Each scenario is planned as data parallelism, with parameters sharded, as tensor parallelism and freely, on the
+calibrated cluster, and each plan is run by `autopar.compile` on two hosts at 1 Gbit/s. A row has the seconds predicted
+with the catalogue's figures and with the calibration's, and those measured. --summary tells errors and whether the plan
+predicted to be fastest was, from the last row of each.
+
+With --measured FILE nothing is run: seconds are those of the last lines of benchmarks/testbed/compare.py in that file,
+of its hand-written DDP and TP and of its plans (FSDP2 is another program than a plan's); `measured` says of which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, spread, write
+from benchmarks.testbed.compare import HERE, measure
+from benchmarks.testbed.scenarios import SCENARIOS
+
+KINDS: dict[str, tuple[str, dict[str, int]]] = {
+    "dp": ("ddp", {"dp_replicate": 2}),
+    "zero": ("fsdp2", {"dp_shard": 2, "zero": 3}),
+    "tp": ("tp", {"tp": 2}),
+    "free": ("autopar", {}),
+}
+"""Kinds of plan: the strategy of `compare.py` that is most like it, and what is fixed."""
+
+PLAIN, CALIBRATED = HERE / "cluster_1gbit.yaml", HERE / "cluster_1gbit_calibrated.yaml"
+SAME = 0.05
+"""Plans measured closer than this are equally fast."""
+
+
+def run(scenario: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what was predicted and measured of one kind of plan."""
+    import autopar
+
+    model, batch = SCENARIOS[scenario].build()
+    strategy, fix = KINDS[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        plan = autopar.plan(model, CALIBRATED, example_inputs=batch, optimizer="adamw", fix=fix)
+        plan.save(path)
+        before = autopar.plan(model, PLAIN, example_inputs=batch, optimizer="adamw", fix=fix)
+        if args.measured is None:
+            found = measure(scenario, "autopar", "1gbit", CALIBRATED, path, args)["step_s"]
+            timed = {**spread(found), "measured": "autopar"}
+        else:
+            timed = earlier(args.measured, scenario, strategy)
+    estimates = plan.estimates
+    return {
+        "benchmark": "calibrated",
+        "scenario": scenario,
+        "kind": kind,
+        "degrees": {axis: size for axis, size in plan.decisions.degrees.items() if size > 1},
+        **timed,
+        "predicted_s": estimates.step_time_s,
+        "uncalibrated_s": before.estimates.step_time_s,
+        "ratio": estimates.step_time_s / timed["measured_s"],
+        "compute_s": estimates.breakdown.compute_s,
+        "exposed_communication_s": estimates.breakdown.exposed_communication_s,
+        "optimizer_s": estimates.breakdown.optimizer_s,
+    }
+
+
+def earlier(path: Path, scenario: str, strategy: str) -> dict[str, Any]:
+    """Return what the last line of a strategy in a file of `compare.py` says was measured."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    wanted = {"scenario": scenario, "strategy": strategy, "rate": "1gbit"}
+    row = [row for row in rows if wanted.items() <= row.items()][-1]
+    kept = ("measured_s", "min_s", "max_s", "repeats")
+    return {
+        **{key: row[key] for key in kept},
+        "measured": f"{strategy} of {row['date']}",
+        "measured_degrees": row["degrees"],
+    }
+
+
+def summary(path: Path) -> str:
+    """Return errors of all plans, and of each scenario which plan was predicted and which measured to be best."""
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row.get("measured_degrees", row["degrees"]) != row["degrees"]:
+            continue  # another plan than the one that was measured
+        last[row["scenario"], row["kind"]] = row
+    lines = []
+    for key, title in (("uncalibrated_s", "catalogue"), ("predicted_s", "calibrated")):
+        errors = [abs(row[key] / row["measured_s"] - 1) for row in last.values()]
+        lines.append(
+            f"{title}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%} ({len(errors)})"
+        )
+    for scenario in dict.fromkeys(key[0] for key in last):
+        rows = {kind: row for (name, kind), row in last.items() if name == scenario}
+        predicted = min(rows, key=lambda kind: rows[kind]["predicted_s"])
+        best = min(row["measured_s"] for row in rows.values())
+        behind = rows[predicted]["measured_s"] / best - 1
+        said = "is" if behind <= SAME else f"is {behind:.0%} behind"
+        seconds = ", ".join(f"{k} {r['predicted_s']:.3f} / {r['measured_s']:.3f}" for k, r in rows.items())
+        lines.append(f"{scenario}: predicted best {predicted} {said} the measured best ({seconds} s)")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run every case asked for and print the summary."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--steps", type=int, default=5, help="timed steps a run")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed steps a run")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a run may take")
+    parser.add_argument("--hosts", type=int, default=2, help="as the cluster files describe")
+    parser.add_argument("--tag", default="cal", help="prefix of the network namespaces")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="lines of compare.py, instead of running plans")
+    parser.add_argument("--summary", action="store_true", help="of the rows there are; nothing is run")
+    parser.add_argument("--output", type=Path, default=RESULTS / "calibrated.jsonl")
+    args = parser.parse_args()
+    if not args.summary:
+        for scenario in args.scenarios:
+            for kind in [kind for kind in args.kinds if args.measured is None or kind != "zero"]:
+                write(run(scenario, kind, args), args.output)
+    sys.stdout.write(summary(args.output))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
