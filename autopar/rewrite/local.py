@@ -27,12 +27,14 @@ _LOCAL: tuple[Pass, ...] = (
 )
 """On the whole local program."""
 
-PHASE: tuple[Pass, ...] = (
+SPMD: tuple[Pass, ...] = (
     IssueEarly(),
     SinkWaits(),
-    PrefetchGathers(ahead_bytes=64 << 20),
 )
-"""On forward and on backward, each by itself."""
+"""On forward and on backward, each by itself; where gathers are issued is the plan's decision."""
+
+PHASE: tuple[Pass, ...] = (*SPMD, PrefetchGathers(ahead_bytes=64 << 20))
+"""On the programs of stages and micro-batches, whose steps the plan does not schedule."""
 
 
 def local_program(
