@@ -1,4 +1,4 @@
-"""The names that the plan has for a program's collectives, noted on their nodes."""
+"""The names and streams that the plan has for a program's collectives, noted on their nodes."""
 
 from __future__ import annotations
 

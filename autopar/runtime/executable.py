@@ -36,10 +36,12 @@ def compile_graph(
     """Return a function of the graph's placeholders (boxed: of one list of them, which it empties).
 
     `groups` gives the process group's name for each mesh axis that the graph's collectives name. With `ranges`, what
-    the program does runs in contexts named as in a plan's timeline.
+    the program does runs in contexts named as in a plan's timeline. The function's attribute `collectives` says on
+    which line of its source which collective is issued or waited for.
     """
     source = _Source(gm, groups)
     ranged = _Ranged(source, ranges)
+    collectives: dict[int, str] = {}
     names = [source.name(node) for node in gm.graph.find_nodes(op="placeholder")]
     last = _last_uses(gm.graph)
     body = [f"    {', '.join(names)}, = args", "    args.clear()"] if boxed and names else []
@@ -52,6 +54,8 @@ def compile_graph(
         elif node.op == "call_function":
             body += ranged.before(node)
             body.append(f"    {source.name(node)} = {source.call(node)}")
+            if "collective" in node.meta:
+                collectives[len(body) + 1] = node.meta["collective"]  # the head is line 1
         dropped = [source.name(each) for each in last.get(node, ()) if node.op != "output"]
         if dropped:
             body.append(f"    del {', '.join(dropped)}")
@@ -59,6 +63,7 @@ def compile_graph(
     space: dict[str, Any] = dict(source.constants)
     exec(compile("\n".join([head, *body]), f"<{'backward' if boxed else 'forward'} program>", "exec"), space)  # noqa: S102
     program: Compiled = space["program"]
+    vars(program)["collectives"] = collectives
     return program
 
 

@@ -14,6 +14,7 @@ Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,14 @@ ONE_THREAD = "autopar_gloo"
 def is_gloo(device_type: str) -> bool:
     """Return whether the default process group serves a type of device by gloo."""
     return f"{device_type}:gloo" in str(dist.get_backend_config())
+
+
+def backend_name(device_type: str) -> str:
+    """Return the backend that the default process group has for a type of device, empty if there is no group."""
+    if not dist.is_initialized():
+        return ""
+    pairs = (each.partition(":") for each in str(dist.get_backend_config()).split(","))
+    return next((name for device, _, name in pairs if device == device_type), "")
 
 
 def one_thread_backend() -> str:
@@ -66,7 +75,8 @@ def exchange_to_reduce(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _exchange_one(graph: fx.Graph, start: fx.Node) -> None:
-    value, _, ranks, group = start.args
+    arguments: Any = start.args
+    value, _, ranks, group = arguments
     waits = [each for each in start.users if each.target is _C10D.wait_tensor.default]
     if len(waits) != 1 or len(start.users) != 1:
         return
@@ -87,7 +97,8 @@ def _exchange_several(graph: fx.Graph, start: fx.Node) -> None:
 
     The parts are views of the one sum.
     """
-    values, _, ranks, group = start.args
+    arguments: Any = start.args
+    values, _, ranks, group = arguments
     parts = list(start.users)
     waits = [each for part in parts for each in part.users]
     if any(part.target is not operator.getitem for part in parts) or any(

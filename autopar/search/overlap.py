@@ -160,8 +160,7 @@ def _beside(
         waits = [(index, end_s - start_s) for index, start_s, end_s in found.waits if tasks[index].kind == kind]
         order, deferred = list(best.order), dict(best.deferred)
         for index, stall_s in waits:
-            for candidate, place in _candidates(tasks, order, index, stall_s):
-                deferred[candidate] = place
+            deferred.update(_candidates(tasks, order, index, stall_s))
         if len(deferred) == len(best.deferred):
             continue
         tried = simulate(tasks, order)
