@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.outcome import Outcome
 from autopar.costs.tasks import tasks_of
-from autopar.ir.mesh import Mesh
 from autopar.figures import format_bytes
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Ahead, Decisions, Estimates, Span, Warned
 from autopar.ir.tasks import (
     COMPUTE,

@@ -22,8 +22,8 @@ from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.inputs import batch_axes, batch_layout, split_inputs
 from autopar.rewrite.local import SPMD, local_program, localised
 from autopar.rewrite.microbatches import Totals
-from autopar.rewrite.partition import copied, partition
 from autopar.rewrite.naming import AssignStreams
+from autopar.rewrite.partition import copied, partition
 from autopar.rewrite.passes import Applied, Pass, run_passes
 from autopar.rewrite.programs import LAST, Emitted, Programs, Saved, Value
 from autopar.rewrite.schedule import Defer, IssueAhead, SinkWaits
