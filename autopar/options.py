@@ -97,7 +97,7 @@ class PlanOptions:
     """Whether an operator without a sharding rule is an error."""
 
     overlap: bool = True
-    """Whether collectives are merged, issued ahead of their use and given streams of their own, where that is faster."""
+    """Whether collectives are merged, issued ahead of use and given streams of their own, where that is faster."""
 
     @classmethod
     def parse(cls, **options: Any) -> PlanOptions:

@@ -168,7 +168,7 @@ def spans(tasks: Sequence[Task], order: Sequence[int], found: Replay) -> tuple[S
                     end_s=end_s,
                     exposed_s=exposed_s,
                     kind=task.kind,
-                )  # fmt: skip
+                )
             )
             if task.issue_s:
                 issued_s = start_s + task.issue_s
@@ -188,10 +188,10 @@ def _joined(made: Sequence[Span]) -> Iterator[Span]:
     """Yield spans of one stream in order, computations of equal name that follow each other at once as one."""
     last: Span | None = None
     for each in made:
-        if last is not None and each.name == last.name and each.stream == last.stream == COMPUTE:
-            if abs(each.start_s - last.end_s) < _INSTANT_S:
-                last = replace(last, end_s=each.end_s)
-                continue
+        alike = last is not None and each.name == last.name and each.stream == last.stream == COMPUTE
+        if last is not None and alike and abs(each.start_s - last.end_s) < _INSTANT_S:
+            last = replace(last, end_s=each.end_s)
+            continue
         if last is not None:
             yield last
         last = each

@@ -101,7 +101,8 @@ def _measured(folder: Path) -> Mapping[str, float]:
     files = sorted(folder.glob(PATTERN)) if folder.is_dir() else []
     if not files:
         raise UsageError(
-            f"{folder} holds no profile (no {PATTERN}); write one with `autopar run PLAN --profile {folder} -- train.py`"
+            f"{folder} holds no profile (no {PATTERN}); write one with "
+            f"`autopar run PLAN --profile {folder} -- train.py`"
         )
     found: dict[str, float] = {}
     for file in files:

@@ -128,7 +128,9 @@ class Groups:
 
         kind = ranks.device.type
         backends: Any = dict.fromkeys(mesh.names, one_thread_backend()) if is_gloo(kind) else None
-        made = init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names, backend_override=backends and dict(backends))
+        made = init_device_mesh(
+            kind, mesh.sizes, mesh_dim_names=mesh.names, backend_override=backends and dict(backends)
+        )
         names: dict[str, str] = {name: made.get_group(name).group_name for name in mesh.names}
         for axis in mesh.names:
             for stream in (stream_name(axis, each) for each in (streams or {}).get(axis, ())):
