@@ -96,6 +96,9 @@ class PlanOptions:
     strict: bool = False
     """Whether an operator without a sharding rule is an error."""
 
+    overlap: bool = True
+    """Whether collectives are merged, issued ahead of use and given streams of their own, where that is faster."""
+
     @classmethod
     def parse(cls, **options: Any) -> PlanOptions:
         """Return the options that keywords name; a value may be text, as on the command line.
@@ -344,6 +347,7 @@ _PARSERS: Mapping[str, Any] = {
     "seed": lambda value: _count("--seed", value, least=0),
     "top_k": lambda value: _count("--top-k", value),
     "strict": lambda value: _switch("--strict", value),
+    "overlap": lambda value: _switch("--overlap", value),
 }
 """How each option is read."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -28,8 +29,10 @@ from autopar.progress import Progress, Silent
 from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
+from autopar.runtime.executable import compile_graph
 from autopar.runtime.module import copy_tree
 from autopar.runtime.pipeline_ranks import PipelineRanks
+from autopar.runtime.profiling import StepProfiler, ranges
 from autopar.runtime.staged_program import PipelinedProgram, names_on_rank
 from autopar.runtime.waiting import hold_whole, plain_copy, require_values, take_over
 from autopar.suggest import did_you_mean
@@ -37,6 +40,9 @@ from cost_models.cluster import ClusterSpec
 
 PLAN_VARIABLE = "AUTOPAR_PLAN"
 """Environment variable by which `autopar run` names the plan file."""
+
+PROFILE_VARIABLE = "AUTOPAR_PROFILE"
+"""Environment variable by which `autopar run --profile` names the folder for measured timelines."""
 
 _INPUTS = ("global", "local")
 _BACKENDS = ("eager", "inductor")
@@ -160,14 +166,16 @@ class Job:
         names = None
         if pipeline is not None and pipeline.depth > 1:
             names = self._names_here(pipeline, training, captured)
+        profiler = _profiler(self.ranks)
         runner = Runner(
             plan.decisions,
             self.ranks,
             self._program_for,
             planned=(training, True),
-            backend=_backend(self.backend),
+            backend=_backend(self.backend, profiled=profiler is not None),
             batch=batch_layout(squeezed.mesh, self._split) if self._split else None,
             pipeline=pipeline,
+            profiler=profiler,
         )
         return compiled(self.model, runner, init_fn=self.init_fn, names=names)
 
@@ -307,9 +315,20 @@ def _as_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return dict(kwargs) if kwargs else args
 
 
-def _backend(name: str) -> Any:
+def _profiler(ranks: Ranks) -> StepProfiler | None:
+    """Return what measures the steps of this run, if `autopar run --profile` asked for it."""
+    folder = os.environ.get(PROFILE_VARIABLE)
+    return StepProfiler(Path(folder), ranks.rank, ranks.device) if folder else None
+
+
+def _backend(name: str, *, profiled: bool) -> Any:
     if name == "eager":
-        return None
+        return functools.partial(compile_graph, ranges=ranges) if profiled else None
+    if profiled:
+        raise UsageError(
+            f"backend={name!r} cannot be profiled: it fuses operators, and collectives have no place of their own in "
+            'what it makes; compile with backend="eager", or run without --profile'
+        )
     from autopar.runtime.executable import inductor_graph
 
     return inductor_graph

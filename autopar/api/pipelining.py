@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autopar.costs.issued import Issued
 from autopar.costs.liveness import base_of, lives, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
-from autopar.costs.outcome import Issued, Outcome
+from autopar.costs.outcome import Outcome
 from autopar.ir import stages as blocks
 from autopar.ir.graph import Graph, Op
 from autopar.ir.pipeline import PipelineCosts

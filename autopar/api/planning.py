@@ -11,6 +11,7 @@ from autopar.api import infeasible
 from autopar.api.microbatching import nothing_divides
 from autopar.api.naming import name_axes, wished
 from autopar.api.outer import Outer
+from autopar.api.overlapping import overlapped, pipeline_spans
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
@@ -113,7 +114,10 @@ class Planner:
         for candidate in (kept, open_axes):
             solved = self._solve_one(Trial(candidate), wishes)
             if solved.outcome is not None:
-                return solved.outcome.decisions(known.mesh, known.degrees)
+                budget, dtype = self._solving.budget, PEAK_DTYPE[self.options.precision]
+                estimates = solved.outcome.estimates(budget, dtype)
+                found = overlapped(solved.outcome, known.mesh, known.degrees, estimates, on=self.options.overlap)
+                return replace(found.decisions, streams=known.streams)
         raise self._infeasible(wishes, [solved])
 
     def _solve_one(self, trial: Trial, wishes: Wishes) -> Solved:
@@ -280,13 +284,15 @@ class Planner:
         graph, options = self.program.graph, self.options
         mesh, degrees = name_axes(outcome, best.trial.mesh)
         estimates = outcome.estimates(self._solving.budget, PEAK_DTYPE[options.precision])
-        decisions = outcome.decisions(mesh, degrees)
+        found = overlapped(outcome, mesh, degrees, estimates, on=options.overlap, staged=best.pipeline is not None)
+        decisions, estimates = found.decisions, found.estimates
         if best.pipeline is not None:
             homes = stage_of(outcome.graph, best.pipeline.stages)
             estimates = best.pipeline.estimates(estimates)
+            estimates = replace(estimates, timeline=pipeline_spans(best.pipeline.timeline))
             decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
         batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
-        found = _solver(best, solved, seconds, options)
+        solver = _solver(best, solved, seconds, options)
         recompute = {} if best.trial.recompute == "none" else {"*": best.trial.recompute}
         return Plan(
             fingerprint=Fingerprint(
@@ -304,10 +310,10 @@ class Planner:
             cluster=self.cluster.to_dict(),
             decisions=replace(decisions, recompute=recompute),
             estimates=estimates,
-            solver=replace(found, status="interrupted") if outer.interrupted else found,
+            solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
             alternatives=_alternatives(best, solved, options.top_k),
-            warnings=tuple(self._warnings(outcome)),
+            warnings=(*self._warnings(outcome), *found.warnings),
             autopar_version=__version__,
         )
 

@@ -64,6 +64,10 @@ def plan(
     ] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Of the search [0].")] = None,
     top_k: Annotated[str | None, typer.Option(metavar="N", help="Candidates kept as alternatives [5].")] = None,
+    overlap: Annotated[
+        bool,
+        typer.Option("--overlap/--no-overlap", help="Merge, hasten and separate collectives where that is faster."),
+    ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="An operator without a sharding rule is an error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan on stdout.")] = False,
 ) -> int:
@@ -85,6 +89,7 @@ def plan(
         gap=gap,
         seed=seed,
         top_k=top_k,
+        overlap=overlap,
         strict=strict,
     )
     return _plan(model, cluster, options, output, as_json)

@@ -18,6 +18,9 @@ from autopar.ir.plan import Plan
 PLAN_VARIABLE = "AUTOPAR_PLAN"
 """Names the plan file to the script's processes: `autopar.compile` takes it where it is given no plan."""
 
+PROFILE_VARIABLE = "AUTOPAR_PROFILE"
+"""Names the folder into which the script's processes write measured timelines."""
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
@@ -31,11 +34,35 @@ def run(
     rendezvous: Annotated[
         str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Of the first machine.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Measure a few steps with torch.profiler; see `autopar show PLAN --compare DIR`."
+        ),
+    ] = None,
 ) -> int:
     """Run a script under torchrun with a plan's ranks."""
     found = Plan.load(plan)
     command = launch_command(found, script, nnodes, node_rank, rendezvous)
-    return _wait(command, environment(found, plan, os.environ))
+    variables = environment(found, plan, os.environ)
+    if profile is not None:
+        variables[PROFILE_VARIABLE] = str(writable_folder(profile))
+    return _wait(command, variables)
+
+
+def writable_folder(folder: Path) -> Path:
+    """Return the folder as an absolute path, made if there is none, empty of what was measured before.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("rank*.json"):
+            old.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror}; choose another --profile DIR") from None
+    return folder.resolve()
 
 
 def launch_command(plan: Plan, script: list[str], nnodes: int, node_rank: int, rendezvous: str | None) -> list[str]:

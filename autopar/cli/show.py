@@ -23,11 +23,22 @@ def show(
         str, typer.Option("--format", "-f", metavar="|".join(FORMATS), help="Form to show it in.")
     ] = "table",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Instead of stdout.")] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Exposed seconds of its collectives beside what `autopar run --profile DIR` measured."
+        ),
+    ] = None,
 ) -> int:
     """Show a plan."""
     if format_ not in FORMATS:
         raise UsageError(f"--format {format_}: must be one of {', '.join(FORMATS)}{did_you_mean(format_, FORMATS)}")
     found = Plan.load(plan)
+    if compare is not None:
+        from autopar.report.exposed import comparison
+
+        write(comparison(found, compare), output)
+        return 0
     if format_ == "table" and output is None:
         from autopar.report.table import print_table
         from autopar.simulate.planned import planned_timeline
@@ -47,6 +58,10 @@ def _writer(name: str) -> Callable[[Plan], str]:
         from autopar.report.html import html
 
         return html
+    if name == "trace":
+        from autopar.report.trace import plan_trace
+
+        return plan_trace
     if name == "table":
         return _table
     if name == "trace":

@@ -1,15 +1,25 @@
-"""Which reductions of gradients travel together.
+"""Which reductions of gradients, and which gathers of parameters, travel together.
 
 A reduction of its own can start as soon as its gradient is there, but each call costs latency; a merged one waits for
 its last member. Reductions of one mesh axis run one after another, in the order in which their gradients become
 ready, so the best merging is a cut of that sequence into runs. It is found exactly: of all cuts, the one after which
 the step ends first, and of those equally good, the one with the fewest calls.
+
+Gathers are the same seen backwards in time: one must be over when its first parameter is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.costs.issued import Issued
+from autopar.costs.links import Links, Message
+from autopar.ir.graph import Ref
+
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 LATENCY_SHARE = 0.01
 """A message is large enough when less than this share of its seconds would be saved by making it twice as large."""
@@ -17,7 +27,7 @@ LATENCY_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One gradient that is summed over the ranks of one axis."""
+    """One gradient that is summed over the ranks of one axis; or a gather, backwards in time."""
 
     name: str
     """Of the parameter."""
@@ -27,6 +37,21 @@ class Reduction:
     dtype: str
     ready_s: float
     """Moment of the backward pass at which the gradient's local term is there."""
+
+    number: int = 0
+    """Its place among the program's collectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When operators run in their phase, collectives left out."""
+
+    begin_s: Mapping[str, float]
+    end_s: Mapping[str, float]
+    whole_s: Mapping[str, float]
+    """Of each phase, all of its computation."""
+
+    microbatches: int
 
 
 Seconds = Callable[[int], float]
@@ -39,11 +64,13 @@ def bucketed(
     end_s: float,
     call_s: float,
     enough: float = LATENCY_SHARE,
+    most_bytes: float = math.inf,
 ) -> list[list[Reduction]]:
     """Return the reductions of one axis and dtype, in the order of readiness, cut into runs that travel together.
 
     `end_s` is when the computation of the backward pass ends, `call_s` what each call takes from it. Runs are not
-    made longer where that saves less than the share `enough` of their seconds; with 0 every cut is looked at.
+    made longer where that saves less than the share `enough` of their seconds (with 0 every cut is looked at), nor
+    larger than `most_bytes`.
     """
     ready = sorted(reductions, key=lambda each: each.ready_s)
     if not ready:
@@ -55,6 +82,8 @@ def bucketed(
         size = 0
         for start in range(stop - 1, -1, -1):
             size += ready[start].bytes
+            if start < stop - 1 and size > most_bytes:
+                break
             taken = seconds(size)
             for calls, (free, _) in reached[start].items():
                 done = max(free, ready[stop - 1].ready_s) + taken
@@ -80,3 +109,52 @@ def _worth_their_calls(found: dict[int, tuple[float, int]]) -> dict[int, tuple[f
         if not kept or found[calls][0] < min(done for done, _ in kept.values()):
             kept[calls] = found[calls]
     return kept
+
+
+def runs_of(
+    messages: Sequence[Issued], dtypes: Mapping[Ref, str], clock: Clock, links: Links, spare_bytes: int
+) -> tuple[tuple[Issued, ...], ...]:
+    """Return the collectives of one step that travel together, each run in the order of readiness or of use.
+
+    A gather's run is held whole, and so is the one before it while it runs: each takes at most half of `spare_bytes`.
+    Programs with micro-batches gather and scatter one by one.
+    """
+    named = Counter((each.message.op, each.message.axis, each.phase, each.tensor) for each in messages)
+    kinds: dict[tuple[str, int, str, str, bool], list[Reduction]] = {}
+    for number, each in enumerate(messages):
+        if not each.mergeable or each.source is None or each.copy is None:
+            continue
+        message, dtype = each.message, dtypes[each.source]
+        if named[message.op, message.axis, each.phase, each.tensor] > 1:
+            continue  # a plan could not tell them apart
+        if clock.microbatches > 1 and message.op != "all_reduce":
+            continue
+        end_s = clock.whole_s[each.phase]
+        if message.op == "all_gather":
+            ready_s = end_s - clock.begin_s[each.at]
+        else:
+            ready_s = clock.end_s[each.source.op] if clock.microbatches == 1 else end_s
+        made = Reduction(each.tensor, message.axis, message.bytes, dtype, ready_s, number)
+        # Copies that forward keeps for backward are apart from those that each phase makes for itself.
+        kinds.setdefault((message.op, message.axis, dtype, each.phase, bool(each.copy[3])), []).append(made)
+    runs: list[tuple[Issued, ...]] = []
+    for (op, axis, _, phase, _), members in kinds.items():
+        most = spare_bytes / 2 if op == "all_gather" else math.inf
+        known: dict[int, float] = {}
+
+        def seconds(size: int, op: str = op, axis: int = axis, known: dict[int, float] = known) -> float:
+            if size not in known:
+                known[size] = links.message_s(Message(op, axis, size))
+            return known[size]
+
+        found = bucketed(members, seconds, clock.whole_s[phase], links.blocking_s(axis), most_bytes=most)
+        for run in found:
+            ordered = sorted(run, key=lambda each: each.number) if op == "all_gather" else run
+            if len(run) > 1:
+                runs.append(tuple(messages[each.number] for each in ordered))
+    return tuple(runs)
+
+
+def together(run: Sequence[Issued]) -> Message:
+    """Return the message that stands for those of a run."""
+    return replace(run[0].message, bytes=sum(each.message.bytes for each in run))

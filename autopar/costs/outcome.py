@@ -11,7 +11,8 @@ from math import prod
 import numpy as np
 
 from autopar.costs import operators
-from autopar.costs.buckets import Reduction, bucketed
+from autopar.costs.buckets import REDUCTIONS, Clock, runs_of, together
+from autopar.costs.issued import Copy, Issued
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import gradients_of, lives_of_step, local_bytes
 from autopar.costs.optimizer import state_bytes
@@ -48,6 +49,11 @@ class Outcome:
     links: Links
     options: tuple[int, ...]
     optimizer: str
+    merges: bool = True
+    """Whether collectives may travel together."""
+
+    spare_bytes: int = 0
+    """What may be held on top of what the search counted, to gather parameters together or ahead of their use."""
 
     @property
     def microbatches(self) -> int:
@@ -107,10 +113,7 @@ class Outcome:
             outputs=outputs,
             outputs_in_time=in_time,
             collectives=self.collectives(mesh),
-            buckets=tuple(
-                Bucket(axis=self._axis(mesh, run[0].axis), gradients=tuple(each.name for each in run))
-                for run in self.buckets
-            ),
+            buckets=tuple(self.bucket(run, mesh) for run in self.runs),
             schedule=Schedule(num_microbatches=self.microbatches),
             stages=(Stage(index=0, ranks=tuple(range(mesh.world_size)), blocks=(), parameters=tuple(parameters)),),
         )
@@ -162,21 +165,19 @@ class Outcome:
 
     def messages(self) -> tuple[Issued, ...]:
         """Return every collective of one step, instance by instance, as the rewriter will issue them."""
+        return self._messages
+
+    @cached_property
+    def _messages(self) -> tuple[Issued, ...]:
         return tuple(_issued(self))
 
     def collectives(self, mesh: Mesh) -> tuple[Collective, ...]:
         """Return the collectives of one step, equal ones counted together, in program order; merged ones last."""
-        merged = {each.name for run in self.buckets for each in run}
-        counted = Counter(
-            (m.message, m.phase, m.tensor_rep, m.overlapped, m.times)
-            for m in self.messages()
-            if m.gradient not in merged
-        )
         by_name = self.graph.by_name
         alone = tuple(
             Collective(
                 op=message.op,
-                axis=self._axis(mesh, message.axis),
+                axis=self.axis(mesh, message.axis),
                 level=self.links.level(message.axis),
                 bytes=message.bytes,
                 count=count * times,
@@ -184,56 +185,68 @@ class Outcome:
                 tensor=_label(by_name[rep]),
                 overlapped=overlapped,
                 predicted_s=count * times * self.links.message_s(message),
+                stream=self.axis(mesh, message.axis),
             )
-            for (message, phase, rep, overlapped, times), count in counted.items()
+            for (message, phase, rep, overlapped, times), count in self._alone.items()
         )
-        return alone + tuple(self._bucket(run, mesh) for run in self.buckets)
+        return alone + tuple(self._merged(run, mesh) for run in self.runs)
 
-    def _axis(self, mesh: Mesh, axis: int) -> str:
+    @cached_property
+    def _alone(self) -> Counter[tuple[Message, str, str, bool, int]]:
+        """Return how many equal collectives there are of each kind, those that travel together left out."""
+        return Counter(_kind(each) for each in self.messages() if each not in self._run_of)
+
+    def place(self, issued: Issued) -> int:
+        """Return the place of a collective's kind, or of those it travels with, among `collectives`."""
+        if issued in self._run_of:
+            return len(self._alone) + self._run_of[issued]
+        return self._places[_kind(issued)]
+
+    @cached_property
+    def _run_of(self) -> dict[Issued, int]:
+        return {each: number for number, run in enumerate(self.runs) for each in run}
+
+    @cached_property
+    def _places(self) -> dict[tuple[Message, str, str, bool, int], int]:
+        return {kind: place for place, kind in enumerate(self._alone)}
+
+    def axis(self, mesh: Mesh, axis: int) -> str:
         """Return the name of an axis of the priced mesh, which has time first."""
         return mesh.axes[axis - self.links.time_axes].name
 
-    def _bucket(self, run: Sequence[Reduction], mesh: Mesh) -> Collective:
-        message = Message("all_reduce", run[0].axis, sum(each.bytes for each in run))
-        axis = self._axis(mesh, message.axis)
+    def bucket(self, run: Sequence[Issued], mesh: Mesh) -> Bucket:
+        """Return the decision that collectives travel together."""
+        first = run[0]
+        axis = self.axis(mesh, first.message.axis)
+        names = tuple(each.tensor for each in run)
+        return Bucket(op=first.message.op, axis=axis, phase=first.phase, tensors=names)
+
+    def _merged(self, run: Sequence[Issued], mesh: Mesh) -> Collective:
+        message = together(run)
+        bucket = self.bucket(run, mesh)
         return Collective(
             op=message.op,
-            axis=axis,
+            axis=bucket.axis,
             level=self.links.level(message.axis),
             bytes=message.bytes,
             count=1,
-            phase="backward",
-            tensor=str(Bucket(axis=axis, gradients=tuple(each.name for each in run))),
-            overlapped=self.microbatches == 1,
+            phase=bucket.phase,
+            tensor=str(bucket),
+            overlapped=run[0].overlapped,
             predicted_s=self.links.message_s(message),
+            stream=bucket.axis,
         )
 
     @cached_property
-    def buckets(self) -> tuple[tuple[Reduction, ...], ...]:
-        """Return the reductions of gradients that travel together, those that go by themselves left out."""
-        clock, end_s = self._backward_clock()
-        of: dict[tuple[int, str], list[Reduction]] = {}
-        by_name, outputs = self.graph.by_name, self.graph.outputs
-        sources = {by_name[o.name].target: o.ref for o in outputs if o.kind == "gradient" and o.ref is not None}
-        for issued in self.messages():
-            if issued.gradient:
-                ref, message = sources[issued.gradient], issued.message
-                dtype = self.graph.meta(ref).dtype
-                ready_s = clock[ref.op] if self.microbatches == 1 else end_s
-                made = Reduction(issued.gradient, message.axis, message.bytes, dtype, ready_s)
-                of.setdefault((message.axis, dtype), []).append(made)
-        runs: list[tuple[Reduction, ...]] = []
-        for (axis, _), reductions in of.items():
-            known: dict[int, float] = {}
-
-            def seconds(size: int, axis: int = axis, known: dict[int, float] = known) -> float:
-                if size not in known:
-                    known[size] = self.links.message_s(Message("all_reduce", axis, size))
-                return known[size]
-
-            found = bucketed(reductions, seconds, end_s, self.links.blocking_s(axis))
-            runs += [tuple(run) for run in found if len(run) > 1]
-        return tuple(runs)
+    def runs(self) -> tuple[tuple[Issued, ...], ...]:
+        """Return the collectives that travel together; every other one goes by itself."""
+        if not self.merges:
+            return ()
+        dtypes = {}
+        for each in self.messages():
+            if each.source is not None:
+                dtypes[each.source] = self.graph.meta(each.source).dtype
+        return runs_of(self.messages(), dtypes, self._clock(), self.links, self.spare_bytes)
 
     def _merging_bytes(self) -> Floats:
         """Return what reducing several gradients as one holds at each position: gloo copies them into one buffer."""
@@ -241,26 +254,27 @@ class Outcome:
         held = np.zeros(len(graph.ops) + 1)
         if self.links.cluster.device.kind != "cpu":
             return held
-        sources = {graph.by_name[o.name].target: o.ref for o in graph.outputs if o.kind == "gradient"}
-        for run in self.buckets:
-            refs = [sources[each.name] for each in run]
-            ready = max(graph.position[ref.op] for ref in refs if ref is not None)
+        for run in self.runs:
+            if run[0].message.op not in REDUCTIONS:
+                continue
+            ready = max(graph.position[each.source.op] for each in run if each.source is not None)
             at = ready if self.microbatches == 1 else len(graph.ops)
-            held[at:] = np.maximum(held[at:], float(sum(each.bytes for each in run)))
+            held[at:] = np.maximum(held[at:], float(sum(each.message.bytes for each in run)))
         return held
 
-    def _backward_clock(self) -> tuple[dict[str, float], float]:
-        """Return when each operator of the backward pass is done, computation alone, and when the last is."""
+    def _clock(self) -> Clock:
+        """Return when each operator begins and ends in its phase, computation alone."""
         spent: dict[str, float] = {}
-        clock: dict[str, float] = {}
-        now = 0.0
+        begin: dict[str, float] = {}
+        now = {"forward": 0.0, "backward": 0.0}
         for op in self.graph.ops:
             rep = self.graph.representative(op.name)
             if rep not in spent:
                 spent[rep] = self._operator(self.graph.by_name[rep], 1).predicted_s
-            now += spent[rep] if op.phase == "backward" else 0.0
-            clock[op.name] = now
-        return clock, now
+            begin[op.name] = now[op.phase]
+            now[op.phase] += spent[rep]
+        end = {name: at + spent[self.graph.representative(name)] for name, at in begin.items()}
+        return Clock(begin, end, now, self.microbatches)
 
     def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
         """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""
@@ -339,30 +353,6 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """One collective of one instance."""
-
-    message: Message
-    phase: str
-    tensor_rep: str
-    overlapped: bool
-    at: str
-    """The operator that needs it first."""
-
-    times: int = 1
-    """How often in a step: for every micro-batch, or once."""
-
-    finishes: bool = False
-    """Whether it brings a gradient to its parameter's place, after the last micro-batch."""
-
-    gradient: str = ""
-    """The parameter, if this is the sum of its gradient, all that brings it to its place."""
-
-    readers: tuple[str, ...] = ()
-    """In backward, all operators that read the redistributed copy; of what an operator issues itself, that one."""
-
-
 def roots_of(graph: Graph) -> dict[str, str]:
     """Return, for each operator that only views or casts a parameter, the representative of that parameter."""
     starts = parameter_like(graph)
@@ -373,10 +363,19 @@ def roots_of(graph: Graph) -> dict[str, str]:
     return roots
 
 
+def _kind(issued: Issued) -> tuple[Message, str, str, bool, int]:
+    return issued.message, issued.phase, issued.tensor_rep, issued.overlapped, issued.times
+
+
+def copy_read(outcome: Outcome, roots: Mapping[str, str], op: Op, ref: Ref, need: Layout) -> Copy | None:
+    """Return the copy by which an operator reads a value in a layout; `None` if it is made in that layout."""
+    have = outcome.layout(outcome.graph.representative(ref.op), ref.index)
+    apart = ref.op in roots and not outcome.keeps_gather(roots[ref.op])
+    return None if have == need else (ref.op, ref.index, need, op.phase if apart else "")
+
+
 def _label(op: Op) -> str:
-    if op.kind in {"parameter", "buffer", "input", "tangent"}:
-        return op.target
-    return f"{op.name} ({op.module})" if op.module else op.name
+    return op.target if op.kind in {"input", "tangent"} else op.moved
 
 
 def _issued(outcome: Outcome) -> Iterator[Issued]:
@@ -389,21 +388,27 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
         strategy = outcome.strategy(rep)
         for ref, need in zip(op.refs, strategy.inputs, strict=True):
             source = graph.representative(ref.op)
-            have = outcome.layout(source, ref.index)
-            apart = ref.op in starts and not outcome.keeps_gather(roots[ref.op])
-            key = (ref.op, ref.index, need, op.phase if apart else "")
-            if have == need or key in done:
+            key = copy_read(outcome, roots, op, ref, need)
+            if key is None or key in done:
                 continue
             done.add(key)
+            have = outcome.layout(source, ref.index)
             behind = ref.op in starts or ref.op in ends
+            moved = graph.by_name[ref.op].moved
             messages = links.route_messages(have, need, graph.meta(ref))
+            whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts
             backward = bool(messages) and op.phase == "backward"
-            readers = _readers(outcome, ref, need, op.phase if apart else None) if backward else ()
+            readers = _readers(outcome, ref, need, key[3] or None) if backward else ()
             for message in messages:
-                yield Issued(message, op.phase, source, behind, op.name, outcome.microbatches, readers=readers)
+                yield Issued(
+                    message, op.phase, source, behind, op.name, outcome.microbatches,
+                    mergeable=whole, tensor=moved, source=ref, copy=key, readers=readers,
+                )  # fmt: skip
         metas = tuple(graph.meta(ref) for ref in op.refs)
         for message in links.inner_messages(op, metas, strategy):
-            yield Issued(message, op.phase, rep, False, op.name, outcome.microbatches, readers=(op.name,))
+            yield Issued(
+                message, op.phase, rep, False, op.name, outcome.microbatches, tensor=op.moved, readers=(op.name,)
+            )
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -420,13 +425,16 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             continue
         done.add(key)
         messages = links.route_messages(have, need, graph.meta(output.ref))
-        summed = output.kind == "gradient" and [message.op for message in messages] == ["all_reduce"]
-        gradient = graph.by_name[output.name].target if summed and output.ref.op in ends else ""
+        summed = output.kind == "gradient" and len(messages) == 1 and messages[0].op in REDUCTIONS
         reduced = output.kind == "gradient"
         times = 1 if reduced else outcome.microbatches
         behind = output.ref.op in ends and not (reduced and outcome.microbatches > 1)
+        named = graph.by_name[output.name] if reduced else graph.by_name[output.ref.op]
         for message in messages:
-            yield Issued(message, phase, source, behind, output.ref.op, times, reduced, gradient)
+            yield Issued(
+                message, phase, source, behind, output.ref.op, times, reduced,
+                mergeable=summed and output.ref.op in ends, tensor=named.moved, source=output.ref, copy=key,
+            )  # fmt: skip
 
 
 def _readers(outcome: Outcome, ref: Ref, need: Layout, phase: str | None) -> tuple[str, ...]:

@@ -80,6 +80,13 @@ class Op:
         place = ", ".join(part for part in (self.module, self.source) if part)
         return f"{self.target} ({place})" if place else self.target
 
+    @property
+    def moved(self) -> str:
+        """Return what plans and programs call its value where it is moved: a parameter, an operator and its module."""
+        if self.kind in {"parameter", "buffer"}:
+            return self.target
+        return f"{self.name} ({self.module})" if self.module else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Output:

@@ -70,17 +70,39 @@ class Collective:
     predicted_s: float
     """Of all `count` together, overlap not subtracted."""
 
+    stream: str = ""
+    """The process group it runs on: those of one stream run one after another, in program order."""
+
+    exposed_s: float = 0.0
+    """Of all `count` together, what computation does not hide, as simulated; see `Estimates.timeline`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients whose sums over the ranks of one axis are issued as one collective."""
+    """Collectives of one kind that are issued as one: sums of gradients, or gathers of parameters."""
 
+    op: str = "all_reduce"
     axis: str
-    gradients: tuple[str, ...]
-    """Names of the parameters, in the order in which their gradients become ready."""
+    phase: str = "backward"
+    tensors: tuple[str, ...]
+    """What they move, as `Collective.tensor` names it, in the order in which it becomes ready or is read."""
 
     def __str__(self) -> str:
-        return f"{len(self.gradients)} gradients, {self.gradients[0]} to {self.gradients[-1]}"
+        kind = "parameters" if self.op == "all_gather" else "gradients"
+        return f"{len(self.tensors)} {kind}, {self.tensors[0]} to {self.tensors[-1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """A gather of parameters that is issued before it is needed."""
+
+    axis: str
+    phase: str
+    tensor: str
+    """As `Collective.tensor` names it; of several that travel together, their bucket's text."""
+
+    before: str
+    """The operator before which it is issued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +145,16 @@ class Decisions:
 
     collectives: tuple[Collective, ...]
     buckets: tuple[Bucket, ...] = ()
-    """Reductions that travel together; every other one goes by itself."""
+    """Collectives that travel together; every other one goes by itself."""
+
+    ahead: tuple[Ahead, ...] = ()
+    """Gathers of parameters that are issued ahead of their use, in order; every other one where it is first read."""
+
+    deferred: Mapping[str, str] = field(default_factory=dict)
+    """Operators that run later than the program has them, with what follows from them: right before which operator."""
+
+    streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By mesh axis, the kinds of collectives that have a process group of their own: `parameters`, `gradients`."""
 
     stages: tuple[Stage, ...] = ()
     schedule: Schedule = field(default_factory=Schedule)
@@ -199,6 +230,24 @@ class StageEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that one rank does, from one moment of the predicted step to another."""
+
+    name: str
+    """Of a collective `collective_name`; of computations their module or operator; of waiting `wait` and a name."""
+
+    stream: str
+    start_s: float
+    end_s: float
+    rank: int = 0
+    exposed_s: float = 0.0
+    """Of a collective, the seconds that computation gives for it."""
+
+    kind: int = -1
+    """Of a collective, its place in `Decisions.collectives`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     """What the cost model predicts of the plan."""
 
@@ -216,6 +265,9 @@ class Estimates:
     per_stage: tuple[StageEstimate, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     """Figure name to the formula and data it comes from."""
+
+    timeline: tuple[Span, ...] = ()
+    """The predicted step of one device, optimizer left out; of a pipeline, of each of its ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
     programs = rewrite(captured.joint, captured.graph, plan.decisions, rank)
 
 Nothing is decided here: layouts are the plan's, the collectives between them
-`ir.reshard`'s. The passes are those of `local`, then of `programs.LAST`, in order.
+`ir.reshard`'s. The passes are those of `local`, of `overlap_passes`, then of `programs.LAST`, in order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from autopar.ir.graph import Graph, Ref
 from autopar.ir.placement import Layout
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
-from autopar.rewrite.buckets import MergeReductions
+from autopar.rewrite.buckets import MergeCollectives
 from autopar.rewrite.emitted import emitted
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.inputs import batch_axes, batch_layout, split_inputs
-from autopar.rewrite.local import PHASE, local_program, localised
+from autopar.rewrite.local import SPMD, local_program, localised
 from autopar.rewrite.microbatches import Totals
+from autopar.rewrite.naming import AssignStreams
 from autopar.rewrite.partition import copied, partition
-from autopar.rewrite.passes import Applied, run_passes
+from autopar.rewrite.passes import Applied, Pass, run_passes
 from autopar.rewrite.programs import LAST, Emitted, Programs, Saved, Value
+from autopar.rewrite.schedule import Defer, IssueAhead, SinkWaits
 from autopar.rewrite.stage_bytes import Held, held
 from autopar.rewrite.stage_partition import rewrite_stages
 
@@ -45,6 +47,17 @@ __all__ = [
     "rewrite_stages",
     "split_inputs",
 ]
+
+
+def overlap_passes(decisions: Decisions, phase: str) -> tuple[Pass, ...]:
+    """Return the passes by which a phase's collectives run beside its computation, as the plan decided."""
+    return (
+        MergeCollectives(tuple(each for each in decisions.buckets if each.phase == phase)),
+        IssueAhead(tuple(each for each in decisions.ahead if each.phase == phase)),
+        Defer(decisions.deferred),
+        SinkWaits(),
+        AssignStreams(decisions.streams),
+    )
 
 
 def rewrite(
@@ -69,13 +82,11 @@ def rewrite(
     cut = partition(gm, graph)
     for phase in (cut.forward, cut.backward):
         if phase is not None:
-            applied += run_passes(phase, PHASE)
+            applied += run_passes(phase, SPMD)
     draft = None if cut.backward is None else fx.GraphModule(cut.backward, copied(cut.backward.graph))
-    if cut.backward is not None:
-        applied += run_passes(cut.backward, (MergeReductions(decisions.buckets),))
-    for phase in (cut.forward, cut.backward):
+    for name, phase in (("forward", cut.forward), ("backward", cut.backward)):
         if phase is not None:
-            applied += run_passes(phase, LAST)
+            applied += run_passes(phase, (*overlap_passes(decisions, name), *LAST))
     axes = {axis.name for axis in decisions.mesh.axes}
     issued = [*emitted(cut.forward, axes), *(emitted(cut.backward, axes) if cut.backward is not None else ())]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.tasks import axis_of
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import COLLECTIVES, mark
 from autopar.rewrite.programs import Emitted
@@ -24,13 +25,14 @@ def emitted(gm: fx.GraphModule, axes: Collection[str]) -> Iterator[Emitted]:
         op = COLLECTIVES.get(node.target) if node.op == "call_function" else None
         if op is None:
             continue
-        if node.args[-1] not in axes:
+        axis = axis_of(str(node.args[-1]))
+        if axis not in axes:
             raise RewriteError(
                 f"{node.name} works on group {node.args[-1]!r}, and the mesh has the axes {sorted(axes)}"
             )
         size = max(_bytes(node.meta["val"]), sum(_bytes(each.meta["val"]) for each in node.all_input_nodes))
         found = mark(node)
-        yield Emitted(op, str(node.args[-1]), size, found.phase, found.moves)
+        yield Emitted(op, axis, size, found.phase, found.moves)
 
 
 def _bytes(value: Any) -> int:

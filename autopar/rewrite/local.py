@@ -28,12 +28,14 @@ _LOCAL: tuple[Pass, ...] = (
 )
 """On the whole local program."""
 
-PHASE: tuple[Pass, ...] = (
+SPMD: tuple[Pass, ...] = (
     IssueEarly(),
     SinkWaits(),
-    PrefetchGathers(AHEAD_BYTES),
 )
-"""On forward and on backward, each by itself."""
+"""On forward and on backward, each by itself; where gathers are issued is the plan's decision."""
+
+PHASE: tuple[Pass, ...] = (*SPMD, PrefetchGathers(AHEAD_BYTES))
+"""On the programs of stages and micro-batches, whose steps the plan does not schedule."""
 
 
 def local_program(

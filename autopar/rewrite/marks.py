@@ -33,7 +33,9 @@ COLLECTIVES = {
     C10D.all_reduce_coalesced.default: "all_reduce",
     C10D.all_reduce_coalesced_.default: "all_reduce",
     C10D.all_gather_into_tensor.default: "all_gather",
+    C10D.all_gather_into_tensor_coalesced.default: "all_gather",
     C10D.reduce_scatter_tensor.default: "reduce_scatter",
+    C10D.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
     C10D.all_to_all_single.default: "all_to_all",
 }
 """Operators that issue a collective, by the name the plan gives it; the group is their last argument."""

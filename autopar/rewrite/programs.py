@@ -14,12 +14,14 @@ from autopar.ir.placement import Layout
 from autopar.ir.tensor import TensorMeta
 from autopar.rewrite.absent import without_tangents
 from autopar.rewrite.inplace import ComputeIntoDead, ReduceIntoDead
+from autopar.rewrite.naming import NameCollectives
 from autopar.rewrite.passes import Pass, run_passes
 from autopar.rewrite.random_ops import next_seed, step_seed
 
 LAST: tuple[Pass, ...] = (
     ComputeIntoDead(),
     ReduceIntoDead(),
+    NameCollectives(),
 )
 """Passes on each finished program; nothing moves after them."""
 

@@ -6,10 +6,12 @@ collectives of a group in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.ir.plan import Ahead
 from autopar.rewrite.marks import COLLECTIVES, mark, role
 
 
@@ -31,7 +33,7 @@ class IssueEarly:
         for start in list(gm.graph.nodes):
             cut = role(start) == "move" and mark(start).gradient and not _follows_wait(start)
             reduction = role(start) == "start" and COLLECTIVES[start.target] != "all_gather"
-            for node in _preparation(start) if cut or reduction else ():
+            for node in preparation(start) if cut or reduction else ():
                 latest = max(node.all_input_nodes)
                 if latest.op != "placeholder" and latest.next is not node:
                     latest.append(node)
@@ -90,11 +92,97 @@ class PrefetchGathers:
             for stage, start in enumerate(reversed(units[index])):
                 # Over several axes: the inner gather waits for the outer one, which is issued earlier still.
                 wait = min(units[max(target - stage, 0)][-1].users)
-                for node in _preparation(start):
+                for node in preparation(start):
                     if wait < node and all(each < wait for each in node.all_input_nodes):
                         wait.prepend(node)
                         moved += 1
         return moved
+
+
+@dataclass(frozen=True, slots=True)
+class IssueAhead:
+    """Issue gathers of parameters where the plan says, ahead of their use.
+
+    An operator that the program no longer has (a view that did nothing) is no place: that gather stays where it is.
+    """
+
+    ahead: tuple[Ahead, ...]
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators moved."""
+        first = _first_nodes(gm.graph)
+        starts = {
+            (str(node.args[-1]), mark(node).moves): node
+            for node in gm.graph.nodes
+            if role(node) == "start" and COLLECTIVES[node.target] == "all_gather"
+        }
+        moved = 0
+        for each in self.ahead:
+            start, place = starts.get((each.axis, each.tensor)), first.get(each.before)
+            if start is None or place is None:
+                continue
+            for node in (*sorted(made_of(start)), start):
+                if place < node:
+                    place.prepend(node)
+                    moved += 1
+        return moved
+
+
+@dataclass(frozen=True, slots=True)
+class Defer:
+    """Run operators later, with all that follows from them, where the plan says: beside a collective in flight.
+
+        dw = mm(x, dy)  dx = mm(dy, w)  reduce(dx)  wait  mm(dx, v)
+    becomes
+        dx = mm(dy, w)  reduce(dx)  dw = mm(x, dy)  wait  mm(dx, v)
+    """
+
+    deferred: Mapping[str, str]
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators moved."""
+        first = _first_nodes(gm.graph)
+        moved = 0
+        for name, before in self.deferred.items():
+            node, place = first.get(name), first.get(before)
+            if node is None or place is None or place < node:
+                continue
+            for each in _following(node, place):
+                place.prepend(each)
+                moved += 1
+        return moved
+
+
+def _first_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Return the first node that each operator of the captured program became."""
+    found: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and role(node) == "operator":
+            found.setdefault(mark(node).origin, node)
+    return found
+
+
+def _following(node: fx.Node, place: fx.Node) -> list[fx.Node]:
+    """Return a node and all that depends on it and runs before `place`, in order."""
+    found, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and user < place:
+                found.add(user)
+                todo.append(user)
+    return sorted(found)
+
+
+def made_of(start: fx.Node) -> set[fx.Node]:
+    """Return the operators that a collective's input is made by."""
+    found: set[fx.Node] = set()
+    todo = list(start.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def _units(starts: list[fx.Node]) -> list[list[fx.Node]]:
@@ -119,7 +207,7 @@ def _reached(start: fx.Node) -> list[fx.Node]:
     return found[1:]
 
 
-def _preparation(start: fx.Node) -> list[fx.Node]:
+def preparation(start: fx.Node) -> list[fx.Node]:
     """Return the copies, of parameters also the views and casts, that lead to a collective, and itself, in order."""
     found = [start]
     for node in found:

@@ -16,6 +16,7 @@ from autopar.ir.graph import Graph, Op, Output, Phase, Ref
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.plan import Decisions
 from autopar.ir.reshard import Step, route
+from autopar.ir.tasks import block_of
 from autopar.rewrite.derived import derived_parameters
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.inputs import split_inputs
@@ -137,12 +138,12 @@ class Localiser:
 
     def _describe(self, before: fx.Node | None, source: fx.Node, op: Op, phase: Phase) -> None:
         """Mark the nodes appended after `before`."""
-        moves = f"{op.name} ({op.module})" if op.module else op.name
         node = before.next if before is not None else next(iter(self.out.nodes))
         while node.op != "root":
             node.meta.update({key: source.meta[key] for key in _KEPT_META if key in source.meta and key != "val"})
             role: Role = "start" if node.target in COLLECTIVES else "wait" if node.target is WAIT else "operator"
-            node.meta.setdefault("autopar", Mark(op.name, phase, role, moves))
+            node.meta.setdefault("autopar", Mark(op.name, phase, role, op.moved))
+            node.meta["block"] = f"{phase} {block_of(op.module) or op.name}"
             node = node.next
 
     def _demand(self, ref: Ref, layout: Layout, phase: Phase, *, gradient_of: str = "") -> fx.Node:
@@ -169,10 +170,7 @@ class Localiser:
     def _moves(self, ref: Ref, phase: Phase, gradient_of: str) -> Mark:
         op = self.graph.by_name[ref.op]
         named = self.graph.by_name[gradient_of] if gradient_of else op
-        text = named.target if named.kind in {"parameter", "buffer"} else op.name
-        if op.module and named is op:
-            text = f"{text} ({op.module})"
-        return Mark(op.name, phase, "move", text, op.name in self.per_phase, bool(gradient_of))
+        return Mark(op.name, phase, "move", named.moved, op.name in self.per_phase, bool(gradient_of))
 
     def _value(self, ref: Ref, phase: Phase | None) -> fx.Node:
         """Return the node that makes a value, of the given phase where each phase has its own."""

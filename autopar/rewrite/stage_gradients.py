@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ir.plan import Bucket
-from autopar.rewrite.buckets import MergeReductions
+from autopar.rewrite.buckets import MergeCollectives
 from autopar.rewrite.derived import is_view
 from autopar.rewrite.marks import COLLECTIVES, mark, role
 from autopar.rewrite.partition import is_cut
@@ -178,7 +178,7 @@ def finish_program(
     graph.output(tuple(results))
     made = fx.GraphModule(gm, graph)
     graph.lint()
-    run_passes(made, (IssueEarly(), SinkWaits(), MergeReductions(_own_buckets(made, buckets)), *LAST))
+    run_passes(made, (IssueEarly(), SinkWaits(), MergeCollectives(_own_buckets(made, buckets)), *LAST))
     return made
 
 
@@ -205,5 +205,6 @@ def _zero(graph: fx.Graph, gradient: Gradient, device: str) -> fx.Node:
 def _own_buckets(gm: fx.GraphModule, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
     """Return the buckets of those gradients that the program reduces, where they still are several."""
     here = {mark(node).moves for node in gm.graph.nodes if role(node) == "start" and mark(node).gradient}
-    own = [replace(each, gradients=tuple(name for name in each.gradients if name in here)) for each in buckets]
-    return tuple(each for each in own if len(each.gradients) > 1)
+    reductions = [each for each in buckets if each.op != "all_gather"]
+    own = [replace(each, tensors=tuple(name for name in each.tensors if name in here)) for each in reductions]
+    return tuple(each for each in own if len(each.tensors) > 1)

@@ -23,6 +23,31 @@ class PeerLostError(AutoparError):
     exit_code = 5
 
 
+class CollectiveError(AutoparError):
+    """A collective failed, or waited too long for a rank; this rank stops."""
+
+    exit_code = 5
+
+
+def collective_failed(name: str, rank: int, why: str) -> CollectiveError:
+    """Return the error for a collective that the backend gave up."""
+    return CollectiveError(
+        f"rank {rank}: the collective {name!r} failed: {_first_line(why)}\n"
+        "a rank of its group stopped, or came too late; every rank that waits for it stops too. Look at the rank that "
+        "failed first; if all are alive and merely slow, give init_process_group a longer timeout"
+    )
+
+
+def operation_missing(name: str, backend: str, why: str) -> CollectiveError:
+    """Return the error for a collective that the backend does not have."""
+    operation = name.partition(" ")[0]
+    return CollectiveError(
+        f"the backend {backend!r} has no {operation}, which the collective {name!r} needs: {_first_line(why)}\n"
+        "use nccl for GPUs and gloo for CPUs (both have all that plans use): leave the process group to autopar, or "
+        'call init_process_group("cpu:gloo,cuda:nccl")'
+    )
+
+
 def world_size_differs(planned: int, running: int, mesh: str) -> StalePlanError:
     """Return the error for a plan made for another number of ranks."""
     return StalePlanError(

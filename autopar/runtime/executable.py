@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar._torch import direct_call
+from autopar.ir.tasks import issuing, waiting
 
 _GROUPED = "_c10d_functional"
 
@@ -24,22 +26,36 @@ Compiled = Callable[..., Sequence[Any]]
 """A program as a function."""
 
 
-def compile_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool) -> Compiled:
+Ranges = Callable[[str], AbstractContextManager[Any]]
+"""Makes the context in which something named runs: a profiler's range."""
+
+
+def compile_graph(
+    gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool, ranges: Ranges | None = None
+) -> Compiled:
     """Return a function of the graph's placeholders (boxed: of one list of them, which it empties).
 
-    `groups` gives the process group's name for each mesh axis that the graph's collectives name.
+    `groups` gives the process group's name for each mesh axis that the graph's collectives name. With `ranges`, what
+    the program does runs in contexts named as in a plan's timeline. The function's attribute `collectives` says on
+    which line of its source which collective is issued or waited for.
     """
     source = _Source(gm, groups)
+    ranged = _Ranged(source, ranges)
+    collectives: dict[int, str] = {}
     names = [source.name(node) for node in gm.graph.find_nodes(op="placeholder")]
     last = _last_uses(gm.graph)
     body = [f"    {', '.join(names)}, = args", "    args.clear()"] if boxed and names else []
     for node in gm.graph.nodes:
         if node.op == "output":
+            body += ranged.end()
             body.append(f"    return {source.text(tuple(node.args[0]))}")
         elif node.op == "get_attr":
             body.append(f"    {source.name(node)} = {source.constant(_attribute(gm, str(node.target)))}")
         elif node.op == "call_function":
+            body += ranged.before(node)
             body.append(f"    {source.name(node)} = {source.call(node)}")
+            if "collective" in node.meta:
+                collectives[len(body) + 1] = node.meta["collective"]  # the head is line 1
         dropped = [source.name(each) for each in last.get(node, ()) if node.op != "output"]
         if dropped:
             body.append(f"    del {', '.join(dropped)}")
@@ -47,6 +63,7 @@ def compile_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool)
     space: dict[str, Any] = dict(source.constants)
     exec(compile("\n".join([head, *body]), f"<{'backward' if boxed else 'forward'} program>", "exec"), space)  # noqa: S102
     program: Compiled = space["program"]
+    vars(program)["collectives"] = collectives
     return program
 
 
@@ -68,6 +85,37 @@ def inductor_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool
         return fused(*given)
 
     return empty_and_run
+
+
+class _Ranged:
+    """Spells where the named ranges of a program begin and end."""
+
+    def __init__(self, source: _Source, ranges: Ranges | None) -> None:
+        self._source = source
+        self._ranges = ranges
+        self._open = ""
+
+    def before(self, node: fx.Node) -> list[str]:
+        """Return the lines before a node: one range ends and another begins where it belongs to another."""
+        name = self._name(node)
+        if self._ranges is None or not name or name == self._open:
+            return []
+        lines = [*self.end(), f"    r = {self._source.constant(self._ranges)}({name!r})", "    r.__enter__()"]
+        self._open = name
+        return lines
+
+    def end(self) -> list[str]:
+        """Return the lines that end the range that is open."""
+        lines = ["    r.__exit__(None, None, None)"] if self._open else []
+        self._open = ""
+        return lines
+
+    def _name(self, node: fx.Node) -> str:
+        collective = node.meta.get("collective")
+        if collective is None:
+            # Parts of what a collective gives belong to nothing; a copy for another layout to what runs around it.
+            return "" if node.target is operator.getitem else str(node.meta.get("block", self._open))
+        return waiting(collective) if "wait" in str(node.target) else issuing(collective)
 
 
 class _Source:

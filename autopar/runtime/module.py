@@ -22,6 +22,7 @@ from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.pipeline import StagedBound
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.placing import dense_copy, own_part
+from autopar.runtime.profiling import StepProfiler
 from autopar.runtime.program import Program
 from autopar.runtime.ranks import Groups, Ranks
 from autopar.runtime.staged_program import PipelinedProgram
@@ -53,11 +54,14 @@ class Runner:
         backend: Backend | None = None,
         batch: Layout | None = None,
         pipeline: PipelineRanks | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
+        self._profiler = profiler
         self.decisions = squeeze(decisions)
         self.ranks = ranks
         self.pipeline = pipeline
-        self.groups = Groups.of(self.decisions.mesh, ranks) if pipeline is None else pipeline.groups
+        streams = self.decisions.streams
+        self.groups = Groups.of(self.decisions.mesh, ranks, streams) if pipeline is None else pipeline.groups
         self.part = _part(self.decisions.mesh, batch, self.groups.rank)
         self._program_for = program_for
         self._planned = planned
@@ -76,6 +80,8 @@ class Runner:
             InputMismatchError: the call differs from what was planned.
         """
         grad = torch.is_grad_enabled()
+        if self._profiler is not None and grad:
+            self._profiler.step()
         mode = (model.training, grad)
         form = (*mode, len(args), *kwargs)
         known = self._readers.get(form)
@@ -122,6 +128,9 @@ class Runner:
                 raise RuntimeError("a program of several stages or micro-batches needs `pipeline`")
             return StagedBound(program, model, self.pipeline, **self._backend)
         self.ranks.agree("order of collectives", _order(program))
+        if self._profiler is not None:
+            programs = (program.local.forward, program.local.backward_without(()))
+            self._profiler.know(*(each for each in programs if each is not None))
         return Bound(program, model, self.groups, self.ranks, **self._backend)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar._torch import group_timeout
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.ir.tasks import stream_name
 from autopar.runtime.errors import rank_failed, ranks_disagree, world_size_differs
 from autopar.runtime.gloo import is_gloo, one_thread_backend
 
@@ -114,8 +116,11 @@ class Groups:
     """This rank's number in the mesh."""
 
     @classmethod
-    def of(cls, mesh: Mesh, ranks: Ranks) -> Groups:
-        """Return the groups of a mesh without axes of size 1; all ranks must call this."""
+    def of(cls, mesh: Mesh, ranks: Ranks, streams: Mapping[str, Sequence[str]] | None = None) -> Groups:
+        """Return the groups of a mesh without axes of size 1; all ranks must call this.
+
+        `streams` names, by axis, the kinds of collectives that have a group of their own, called `AXIS:KIND`.
+        """
         ranks.require(mesh)
         if not mesh.axes:
             return cls(mesh, None, {}, ranks.rank)
@@ -123,8 +128,30 @@ class Groups:
 
         kind = ranks.device.type
         backends: Any = dict.fromkeys(mesh.names, one_thread_backend()) if is_gloo(kind) else None
-        made = init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names, backend_override=backends)
-        return cls(mesh, made, {name: made.get_group(name).group_name for name in mesh.names}, ranks.rank)
+        made = init_device_mesh(
+            kind, mesh.sizes, mesh_dim_names=mesh.names, backend_override=backends and dict(backends)
+        )
+        names: dict[str, str] = {name: made.get_group(name).group_name for name in mesh.names}
+        for axis in mesh.names:
+            for stream in (stream_name(axis, each) for each in (streams or {}).get(axis, ())):
+                names[stream] = _own_group(mesh, axis, ranks, backends).group_name
+        return cls(mesh, made, names, ranks.rank)
+
+
+def _own_group(mesh: Mesh, axis: str, ranks: Ranks, backends: Mapping[str, str] | None) -> Any:
+    """Return another group of this rank's line along an axis; all ranks make all lines, in one order."""
+    place = mesh.names.index(axis)
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        at = mesh.coordinate(rank)
+        lines.setdefault((*at[:place], *at[place + 1 :]), []).append(rank)
+    mine = None
+    for members in lines.values():
+        made = dist.new_group(
+            members, timeout=group_timeout(ranks.device), backend=backends[axis] if backends is not None else None
+        )
+        mine = made if ranks.rank in members else mine
+    return mine
 
 
 def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:

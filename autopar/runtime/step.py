@@ -15,7 +15,8 @@ from autopar.ir.placement import Replicate, local_shape
 from autopar.runtime.errors import constant_on_meta, gradient_not_planned, trained_differs
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.expected import Expected
-from autopar.runtime.gloo import exchange_to_reduce
+from autopar.runtime.failures import told
+from autopar.runtime.gloo import backend_name, exchange_to_reduce
 from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dtensor_placements
 from autopar.runtime.program import Program, Result, Value
@@ -37,6 +38,7 @@ class Bound:
         self._mesh: Mesh = groups.mesh
         self.flatten = program.call.flatten
         self._on_gloo = ranks.device.type == "cpu"
+        self._backend_name = backend_name(ranks.device.type)
         self.forward = self._compiled(program.local.forward, boxed=False)
         self._backwards: dict[frozenset[int], Callable[[list[Any]], Sequence[Any]]] = {}
         self._find_sources(model, ranks)
@@ -163,11 +165,11 @@ class Bound:
         local = given if not self._mesh.axes else [local_of(each) for each in given]
         seed = None
         if self._seeds is None or self._seeded is None:
-            made = self.forward(*local)
+            made = self._run(self.forward, *local)
         else:
             seed = self._seeds.draw()
             with self._seeded(seed):
-                made = self.forward(*local)
+                made = self._run(self.forward, *local)
         plain = list(made[: self.outputs])
         for place, new in zip(self.buffers, made[self.outputs : self.saved_from], strict=True):
             local[place].copy_(new)
@@ -178,6 +180,20 @@ class Bound:
             ]
         given[:] = local
         return visible, plain, made[self.saved_from :], seed
+
+    def _run(self, program: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
+        """Return what a program makes.
+
+        Raises:
+            CollectiveError: a collective of it failed.
+        """
+        try:
+            return program(*arguments)
+        except (RuntimeError, NotImplementedError) as error:
+            named = told(error, program, self._groups.rank, self._backend_name)
+            if named is None:
+                raise
+            raise named from error
 
     def _compiled(self, gm: fx.GraphModule, *, boxed: bool) -> Callable[..., Sequence[Any]]:
         return self._backend(exchange_to_reduce(gm) if self._on_gloo else gm, self._groups.names, boxed=boxed)
@@ -202,10 +218,10 @@ class Bound:
         arguments += tangents
         del tangents, grads
         if seed is None or self._seeded is None:
-            made = self._backwards[absent](arguments)
+            made = self._run(self._backwards[absent], arguments)
         else:
             with self._seeded(seed):
-                made = self._backwards[absent](arguments)
+                made = self._run(self._backwards[absent], arguments)
         return [
             each if each is None or spec is None else dtensor_of(each, spec)
             for each, spec in zip(made, self._gradient_specs, strict=True)

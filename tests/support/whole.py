@@ -84,7 +84,8 @@ def run_ranks(whole: Whole, decisions: Decisions) -> Ranked:
     issued: list[list[lockstep.Issued]] = [[] for _ in everyone]
     given = [[part(whole.values[v.name], v.layout, mesh, rank) for v in first.inputs] for rank in everyone]
     with torch.no_grad():
-        made = lockstep.run([p.forward for p in programs], given, mesh, issued=issued)
+        axis_of = {f"{axis}:{kind}": axis for axis, kinds in decisions.streams.items() for kind in kinds}
+        made = lockstep.run([p.forward for p in programs], given, mesh, issued=issued, axis_of=axis_of)
         saved_from = len(first.outputs) + len(first.mutations)
         arguments = []
         for rank in everyone:
@@ -94,7 +95,7 @@ def run_ranks(whole: Whole, decisions: Decisions) -> Ranked:
             arguments.append([*saved, *tangents])
         gradients: list[Any] = [() for _ in everyone]
         if first.backward is not None:
-            gradients = lockstep.run([p.backward for p in programs], arguments, mesh, issued=issued)
+            gradients = lockstep.run([p.backward for p in programs], arguments, mesh, issued=issued, axis_of=axis_of)
     results = [_ordered(whole, first, made[rank], gradients[rank]) for rank in everyone]
     layouts = [v.layout for v in _ordered(whole, first, (*first.outputs, *first.mutations), first.gradients)]
     return Ranked(programs, results, layouts, issued, mesh)

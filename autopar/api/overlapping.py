@@ -1,0 +1,218 @@
+"""When collectives run beside computation: the plan's step as tasks on streams, scheduled, and what is predicted of it.
+
+What is decided goes into the plan; the rewriter follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.costs.outcome import Outcome
+from autopar.costs.tasks import tasks_of
+from autopar.figures import format_bytes
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Ahead, Decisions, Estimates, Span, Warned
+from autopar.ir.tasks import (
+    COMPUTE,
+    GRADIENTS,
+    PARAMETERS,
+    Task,
+    axis_of,
+    block_of,
+    issuing,
+    stream_name,
+    waiting,
+)
+from autopar.ir.timeline import Timeline
+from autopar.search.overlap import Scheduled, schedule
+from autopar.simulate.streams import Replay, held_bytes, peak_bytes, replay
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """A plan's decisions with what they say of overlap, and what is predicted of the step."""
+
+    decisions: Decisions
+    estimates: Estimates
+    warnings: tuple[Warned, ...] = ()
+
+
+def overlapped(
+    outcome: Outcome,
+    mesh: Mesh,
+    degrees: Mapping[str, int],
+    estimates: Estimates,
+    *,
+    on: bool = True,
+    staged: bool = False,
+) -> Overlapped:
+    """Return the decisions of a solved program, overlap included: what travels together, when, on which stream.
+
+    Unless it is `on`, collectives go one by one, each where its input is made or its result is read, on one stream an
+    axis. Steps of several micro-batches or stages are scheduled by their pipeline instead, or not at all.
+    """
+    if staged or outcome.microbatches > 1:
+        return Overlapped(replace(outcome, merges=on).decisions(mesh, degrees), estimates)
+    spare_bytes = max(0, estimates.memory_budget_bytes - estimates.memory.total)
+    plain = replace(outcome, merges=False)
+    if not on:
+        return _described(plain, mesh, degrees, estimates, None)
+    alone = tasks_of(plain, mesh)
+    limit_bytes = peak_bytes(alone, range(len(alone))) + spare_bytes
+    for merging in (replace(outcome, spare_bytes=spare_bytes), outcome, plain):
+        tasks = tasks_of(merging, mesh)
+        if peak_bytes(tasks, range(len(tasks))) <= limit_bytes:
+            break
+    found = schedule(tasks, replay, held_bytes, limit_bytes)
+    return _described(merging, mesh, degrees, estimates, found)
+
+
+def _described(
+    outcome: Outcome, mesh: Mesh, degrees: Mapping[str, int], estimates: Estimates, found: Scheduled | None
+) -> Overlapped:
+    """Return the decisions that a schedule stands for, and what is predicted of the step that follows it."""
+    decisions = outcome.decisions(mesh, degrees)
+    alone = tasks_of(replace(outcome, merges=False), mesh)
+    tasks = tasks_of(outcome, mesh)
+    order = range(len(tasks)) if found is None else found.order
+    streams = {} if found is None else own_streams(tasks, order)
+    tasks = tuple(on_streams(tasks, streams))
+    step = replay(tasks, order)
+    exposed_s: dict[int, float] = {}
+    stream_of: dict[int, str] = {}
+    for task, seconds in zip(tasks, step.exposed_s, strict=True):
+        exposed_s[task.kind] = exposed_s.get(task.kind, 0.0) + seconds
+        stream_of[task.kind] = task.stream
+    decisions = replace(
+        decisions,
+        collectives=tuple(
+            replace(each, exposed_s=exposed_s.get(kind, 0.0), stream=stream_of.get(kind, each.stream))
+            for kind, each in enumerate(decisions.collectives)
+        ),
+        streams=streams,
+    )
+    warnings: tuple[Warned, ...] = ()
+    if found is not None:
+        decisions = replace(
+            decisions,
+            ahead=tuple(_ahead(tasks[index], tasks[place]) for index, place in found.ahead.items()),
+            deferred={tasks[index].name: tasks[place].name for index, place in found.deferred.items()},
+        )
+        if found.hindered and not found.ahead:
+            warnings = (_no_prefetch(found.hindered, estimates),)
+    more_bytes = max(0, step.peak_bytes - peak_bytes(alone, range(len(alone))))
+    memory = replace(estimates.memory, temporary=estimates.memory.temporary + more_bytes)
+    estimates = replace(estimates, memory=memory, peak_memory_bytes=memory.total, timeline=spans(tasks, order, step))
+    return Overlapped(decisions, estimates, warnings)
+
+
+def _ahead(task: Task, before: Task) -> Ahead:
+    return Ahead(axis=axis_of(task.stream), phase=task.phase, tensor=task.gathers, before=before.name)
+
+
+def _no_prefetch(gathers: int, estimates: Estimates) -> Warned:
+    spare = max(0, estimates.memory_budget_bytes - estimates.memory.total)
+    return Warned(
+        code="no-prefetch",
+        text=(
+            f"{gathers} gathers of parameters are issued only where they are read: the plan leaves "
+            f"{format_bytes(spare)} of {format_bytes(estimates.memory_budget_bytes)} for copies held ahead of use; a "
+            "smaller --memory-margin or recomputation (--fix recompute=full) makes room"
+        ),
+    )
+
+
+def own_streams(tasks: Sequence[Task], order: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    """Return, by axis, the kinds of collectives that the step is faster with on a stream of their own."""
+    found: dict[str, tuple[str, ...]] = {}
+    best_s = replay(tasks, order).step_s
+    for axis in dict.fromkeys(task.stream for task in tasks if task.communicates):
+        for kind in (PARAMETERS, GRADIENTS):
+            tried = {**found, axis: (*found.get(axis, ()), kind)}
+            made = tuple(on_streams(tasks, tried))
+            if made == tuple(tasks):
+                continue
+            step_s = replay(made, order).step_s
+            if step_s < best_s * (1.0 - _WORTH):
+                found, best_s = tried, step_s
+    return found
+
+
+_WORTH = 1e-3
+"""Share of the step that a process group of its own has to save: each takes memory and threads of the library."""
+
+
+def on_streams(tasks: Sequence[Task], streams: Mapping[str, Sequence[str]]) -> Iterator[Task]:
+    """Yield the tasks with the streams that the plan gives their collectives."""
+    for task in tasks:
+        kind = PARAMETERS if task.gathers else GRADIENTS if task.reduces else ""
+        if task.communicates and kind in streams.get(task.stream, ()):
+            yield replace(task, stream=stream_name(task.stream, kind))
+        else:
+            yield task
+
+
+def spans(tasks: Sequence[Task], order: Sequence[int], found: Replay) -> tuple[Span, ...]:
+    """Return what one device does, by time; computations of one module that follow each other at once are one span."""
+    made: list[Span] = []
+    for index in order:
+        task, start_s, end_s = tasks[index], found.start_s[index], found.end_s[index]
+        if task.communicates:
+            exposed_s = found.exposed_s[index]
+            made.append(
+                Span(
+                    name=task.name,
+                    stream=task.stream,
+                    start_s=start_s,
+                    end_s=end_s,
+                    exposed_s=exposed_s,
+                    kind=task.kind,
+                )
+            )
+            if task.issue_s:
+                issued_s = start_s + task.issue_s
+                made.append(Span(name=issuing(task.name), stream=COMPUTE, start_s=start_s, end_s=issued_s))
+        elif task.seconds:
+            name = f"{task.phase} {block_of(task.module) or task.name}"
+            made.append(Span(name=name, stream=COMPUTE, start_s=start_s, end_s=end_s))
+    made += [
+        Span(name=waiting(tasks[index].name), stream=COMPUTE, start_s=start_s, end_s=end_s)
+        for index, start_s, end_s in found.waits
+    ]
+    made.sort(key=lambda each: (each.stream, each.start_s, each.end_s))
+    return tuple(sorted(_joined(made), key=lambda each: each.start_s))
+
+
+def _joined(made: Sequence[Span]) -> Iterator[Span]:
+    """Yield spans of one stream in order, computations of equal name that follow each other at once as one."""
+    last: Span | None = None
+    for each in made:
+        alike = last is not None and each.name == last.name and each.stream == last.stream == COMPUTE
+        if last is not None and alike and abs(each.start_s - last.end_s) < _INSTANT_S:
+            last = replace(last, end_s=each.end_s)
+            continue
+        if last is not None:
+            yield last
+        last = each
+    if last is not None:
+        yield last
+
+
+_INSTANT_S = 1e-12
+"""Computations that are no further apart follow each other at once."""
+
+
+def pipeline_spans(timeline: Timeline) -> tuple[Span, ...]:
+    """Return what every rank of a pipeline does."""
+    return tuple(
+        Span(
+            name=event.action.words if event.stream == COMPUTE else f"send {event.action.words}",
+            stream=event.stream,
+            start_s=event.start_s,
+            end_s=event.end_s,
+            rank=number,
+        )
+        for number, rank in enumerate(timeline.ranks)
+        for event in (*rank.events, *rank.sends)
+    )

@@ -1,0 +1,211 @@
+"""In which order one device issues its step: gathers ahead of their use, operators beside collectives in flight.
+
+A list scheduler that starts from an order in which the step can run and moves tasks one kind after another; what a
+simulation of the step finds slower, or larger than the memory allows, is taken back. So the order found is never worse
+than the one given, and it is one order for all ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from autopar.ir.tasks import Task, breaks
+
+REACH = 96
+"""Operators looked at, backwards from the issue of a collective, for work to do while it is under way."""
+
+_WORTH = 1e-9
+"""Share of the step below which a difference of two simulated steps is rounding."""
+
+
+class Replayed(Protocol):
+    """What a simulation says of an order (`autopar.simulate.streams.Replay`)."""
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of the step."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes held at once."""
+
+    @property
+    def waits(self) -> Sequence[tuple[int, float, float]]:
+        """Return when computation stands still for which collective."""
+
+
+Simulate = Callable[[Sequence[Task], Sequence[int]], Replayed]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """An order of tasks, and what it differs in from the one given."""
+
+    order: tuple[int, ...]
+    ahead: Mapping[int, int] = field(default_factory=dict)
+    """Gathers that are issued early: before which task, in the order in which they are issued."""
+
+    deferred: Mapping[int, int] = field(default_factory=dict)
+    """Tasks that run later, with all that follows from them: before which task."""
+
+    hindered: int = 0
+    """Gathers that would be issued earlier if there were memory."""
+
+
+def schedule(
+    tasks: Sequence[Task],
+    simulate: Simulate,
+    held_bytes: Callable[[Sequence[Task], Sequence[int]], Sequence[int]],
+    limit_bytes: int,
+) -> Scheduled:
+    """Return an order of tasks, given in one in which they can run, that takes at most as long and fits.
+
+    What tasks make may be held up to `limit_bytes`, or what the given order holds if that is more.
+    """
+    given = tuple(range(len(tasks)))
+    before = simulate(tasks, given)
+    limit = max(limit_bytes, before.peak_bytes)
+    best, found = Scheduled(given), before
+    moved, hindered = _ahead(tasks, held_bytes(tasks, given), limit)
+    while moved:
+        order = _inserted(tasks, moved)
+        tried = simulate(tasks, order)
+        if not breaks(tasks, order) and tried.peak_bytes <= limit and tried.step_s <= before.step_s:
+            best, found = Scheduled(order, moved), tried
+            break
+        # What is held ahead of use is estimated per gather; together they may be too much: fewer, from the first on.
+        moved = dict(list(moved.items())[: len(moved) // 2])
+    best, found = _beside(tasks, best, found, simulate, limit)
+    return Scheduled(best.order, best.ahead, best.deferred, hindered)
+
+
+def _ahead(tasks: Sequence[Task], held: Sequence[int], limit: int) -> tuple[dict[int, int], int]:
+    """Return before which task each gather is issued, and how many memory keeps from being issued as early as wanted.
+
+    From the last use to the first: each gather is to be over when its first reader begins and the next one of its
+    stream is to start. It is issued one gather's time before that, at the start of some operator.
+    """
+    first_reader = _first_readers(tasks)
+    begin_s, clock = [], 0.0
+    starts: dict[str, int] = {}
+    for place, task in enumerate(tasks):
+        if place and task.phase != tasks[place - 1].phase:
+            clock = 0.0
+        begin_s.append(clock)
+        clock += 0.0 if task.communicates else task.seconds
+        starts.setdefault(task.phase, place)
+    anchors = [place for place, task in enumerate(tasks) if not task.communicates and task.seconds > 0]
+    extra = [0] * len(tasks)
+    wanted: dict[int, int] = {}
+    next_s: dict[tuple[str, str], float] = {}
+    hindered = 0
+    gathers = [i for i, task in enumerate(tasks) if task.communicates and task.gathers and not task.reads]
+    for index in reversed(gathers):
+        task = tasks[index]
+        key = (task.stream, task.phase)
+        use = first_reader.get(index, index)
+        latest_s = min(begin_s[use], next_s.get(key, begin_s[use])) - task.seconds
+        next_s[key] = latest_s
+        own = [a for a in anchors[: bisect_right(anchors, index)] if a >= starts[task.phase]]
+        wished_s = latest_s - task.seconds
+        target = next((a for a in reversed(own) if begin_s[a] <= wished_s), own[0] if own else index)
+        place = index
+        while place > target and held[place - 1] + extra[place - 1] + task.makes_bytes <= limit:
+            place -= 1
+        usable = [a for a in own if a >= place]
+        hindered += place > target
+        if usable and usable[0] < index:
+            wanted[index] = usable[0]
+            for at in range(usable[0], index):
+                extra[at] += task.makes_bytes
+    ordered = sorted(wanted)
+    for earlier, later in pairwise(ordered):
+        if tasks[earlier].stream == tasks[later].stream:
+            wanted[later] = max(wanted[later], wanted[earlier])
+    return {index: wanted[index] for index in ordered}, hindered
+
+
+def _first_readers(tasks: Sequence[Task]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for place, task in enumerate(tasks):
+        for read in task.reads:
+            found.setdefault(read, place)
+    return found
+
+
+def _inserted(tasks: Sequence[Task], moved: Mapping[int, int]) -> tuple[int, ...]:
+    before: dict[int, list[int]] = {}
+    for index, place in moved.items():
+        before.setdefault(place, []).append(index)
+    order: list[int] = []
+    for index in range(len(tasks)):
+        order += before.get(index, [])
+        if index not in moved:
+            order.append(index)
+    return tuple(order)
+
+
+def _beside(
+    tasks: Sequence[Task], best: Scheduled, found: Replayed, simulate: Simulate, limit: int
+) -> tuple[Scheduled, Replayed]:
+    """Return the schedule with operators moved to where computation stood still, one kind of collective at a time."""
+    stalls: dict[int, float] = {}
+    for index, start_s, end_s in found.waits:
+        stalls[tasks[index].kind] = stalls.get(tasks[index].kind, 0.0) + end_s - start_s
+    for kind in sorted(stalls, key=lambda each: (-stalls[each], each)):
+        waits = [(index, end_s - start_s) for index, start_s, end_s in found.waits if tasks[index].kind == kind]
+        order, deferred = list(best.order), dict(best.deferred)
+        for index, stall_s in waits:
+            deferred.update(_candidates(tasks, order, index, stall_s))
+        if len(deferred) == len(best.deferred):
+            continue
+        tried = simulate(tasks, order)
+        faster = tried.step_s < found.step_s * (1.0 - _WORTH)
+        if faster and tried.peak_bytes <= limit and not breaks(tasks, order):
+            best, found = Scheduled(tuple(order), best.ahead, deferred), tried
+    return best, found
+
+
+def _candidates(tasks: Sequence[Task], order: list[int], index: int, stall_s: float) -> Iterator[tuple[int, int]]:
+    """Move operators from before a collective's issue to before its first reader, until they fill the wait.
+
+    Yields each operator moved and that reader; what follows from an operator goes with it. `order` is edited.
+    """
+    issued = order.index(index)
+    read = next((at for at in range(issued + 1, len(order)) if index in tasks[order[at]].reads), None)
+    if read is None:
+        return
+    reader, phase = order[read], tasks[index].phase
+    at, looked = issued - 1, 0
+    while at >= 0 and stall_s > 0 and looked < REACH and tasks[order[at]].phase == phase:
+        candidate = order[at]
+        at -= 1
+        if tasks[candidate].communicates:
+            continue
+        looked += 1
+        if not tasks[candidate].seconds:
+            continue
+        place = order.index(reader)
+        following = _following(tasks, order[at + 1 : place])
+        if index in following:
+            continue
+        own_s = sum(tasks[each].seconds for each in following if not tasks[each].communicates)
+        if own_s > 2 * stall_s:
+            continue
+        kept = [each for each in order[at + 1 : place] if each not in following]
+        order[at + 1 : place] = [*kept, *(each for each in order[at + 1 : place] if each in following)]
+        stall_s -= own_s
+        yield candidate, reader
+
+
+def _following(tasks: Sequence[Task], part: Sequence[int]) -> set[int]:
+    """Return the first task of a piece of the order, and all in it that depend on it."""
+    found = {part[0]}
+    for each in part[1:]:
+        if found.intersection(tasks[each].reads):
+            found.add(each)
+    return found

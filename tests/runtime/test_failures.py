@@ -1,0 +1,85 @@
+"""Collectives that fail are told by the plan's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import fx
+
+from autopar.runtime.executable import compile_graph
+from autopar.runtime.failures import told
+from tests.support.compiling import compile_with
+from tests.support.decide import mesh_of
+from tests.support.models import cases
+from tests.support.ranks import RankPool
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def leave_before_backward(rank: int) -> None:
+    model, example = cases()["mlp"]
+    mine = compile_with(model, example, mesh_of(dp_shard=2))
+    loss = mine(*example)[1]
+    if rank == 1:
+        import os
+
+        os._exit(1)
+    loss.backward()
+
+
+def test_a_rank_that_dies_fails_the_others_in_a_collective_that_is_named(pool: RankPool):
+    first, second = pool.run(leave_before_backward, may_die=True)
+
+    assert second.kind == "died"
+    assert first.kind == "CollectiveError"
+    assert "rank 0: the collective 'all_gather " in first.error
+    assert "@dp_shard backward' failed: " in first.error
+
+
+def failing(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            RuntimeError("Timed out waiting 60000ms"),
+            "rank 3: the collective 'all_reduce w @dp backward' failed: Timed out",
+        ),
+        (
+            RuntimeError("Backend mpi does not support alltoall"),
+            "the backend 'mpi' has no all_reduce, which the collective",
+        ),
+    ],
+)
+def test_the_failing_line_names_the_collective(error: Exception, text: str):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    start = graph.call_function(failing, (x,))
+    start.meta["collective"] = "all_reduce w @dp backward"
+    graph.output((start,))
+    program = compile_graph(fx.GraphModule({}, graph), {}, boxed=True)
+
+    with pytest.raises(RuntimeError) as caught:
+        program([error])
+
+    assert str(told(caught.value, program, 3, "mpi")).startswith(text)
+
+
+def test_an_operator_that_fails_is_not_called_a_collective():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.mm.default, (x, x)),))
+    program = compile_graph(fx.GraphModule({}, graph), {}, boxed=False)
+
+    with pytest.raises(RuntimeError) as caught:
+        program(torch.ones(2, 3))
+
+    assert told(caught.value, program, 0, "gloo") is None

@@ -1,0 +1,121 @@
+"""Orders of a step on random graphs: they break nothing, fit, and are never slower than what they began with."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.ir.tasks import COMPUTE, Task, breaks
+from autopar.search.overlap import schedule
+from autopar.simulate.streams import held_bytes, peak_bytes, replay
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Task]:
+    """Return tasks in an order in which they can run: forward then backward, on up to three streams and two links."""
+    tasks: list[Task] = []
+    count = draw(st.integers(2, 24))
+    turn = draw(st.integers(1, count))
+    for place in range(count):
+        gathers = draw(st.sampled_from(["", "", "", f"parameter {place}"]))
+        stream = (
+            draw(st.sampled_from([COMPUTE, COMPUTE, "dp", "tp"]))
+            if not gathers
+            else draw(st.sampled_from(["dp", "ag"]))
+        )
+        reads = () if gathers else tuple(draw(st.sets(st.integers(0, place - 1), max_size=3))) if place else ()
+        tasks.append(
+            Task(
+                name=f"t{place}",
+                seconds=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0])),
+                phase="forward" if place < turn else "backward",
+                reads=reads,
+                stream=stream,
+                link="" if stream == COMPUTE else draw(st.sampled_from(["node", "rack"])),
+                issue_s=0.0 if stream == COMPUTE else draw(st.sampled_from([0.0, 0.25])),
+                makes_bytes=draw(st.integers(0, 5)),
+                kept=draw(st.booleans()),
+                gathers=gathers,
+                kind=-1 if stream == COMPUTE else draw(st.integers(0, 3)),
+            )
+        )
+    return tasks
+
+
+@given(steps(), st.integers(0, 40))
+def test_a_schedule_breaks_no_dependency_fits_and_is_not_slower(tasks: list[Task], limit: int):
+    given_order = range(len(tasks))
+
+    found = schedule(tasks, replay, held_bytes, limit)
+
+    assert breaks(tasks, found.order) == ""
+    assert peak_bytes(tasks, found.order) <= max(limit, peak_bytes(tasks, given_order))
+    assert replay(tasks, found.order).step_s <= replay(tasks, given_order).step_s * (1 + 1e-12)
+
+
+@given(steps(), st.integers(0, 40))
+def test_equal_tasks_give_equal_orders_so_that_all_ranks_issue_alike(tasks: list[Task], limit: int):
+    assert schedule(tasks, replay, held_bytes, limit) == schedule(list(tasks), replay, held_bytes, limit)
+
+
+@given(steps())
+def test_a_step_takes_its_computation_at_least_and_everything_one_by_one_at_most(tasks: list[Task]):
+    found = replay(tasks, range(len(tasks)))
+
+    compute_s = sum(task.seconds for task in tasks if not task.communicates)
+    communication_s = sum(task.seconds + task.issue_s for task in tasks if task.communicates)
+    assert compute_s <= found.step_s + 1e-9
+    assert found.step_s <= compute_s + communication_s + 1e-9
+    assert abs(found.step_s - compute_s - sum(found.exposed_s)) < 1e-9
+
+
+def compute(name: str, *reads: int, seconds: float = 1.0, held: int = 0) -> Task:
+    return Task(name=name, seconds=seconds, phase="forward", reads=reads, makes_bytes=held)
+
+
+def gather(name: str, seconds: float = 1.0, held: int = 10) -> Task:
+    return Task(
+        name=name, seconds=seconds, phase="forward", stream="dp", link="node", gathers=name, makes_bytes=held, kind=0
+    )
+
+
+def test_a_gather_is_issued_behind_the_operators_before_its_use():
+    tasks = [gather("a"), compute("x", 0), gather("b"), compute("y", 1, 2), gather("c"), compute("z", 3, 4)]
+
+    found = schedule(tasks, replay, held_bytes, limit_bytes=100)
+
+    assert replay(tasks, range(6)).step_s == 6.0
+    assert replay(tasks, found.order).step_s == 4.0
+    assert set(found.ahead) == {2, 4}
+
+
+def test_without_memory_nothing_is_issued_ahead_and_the_schedule_says_how_many_would_be():
+    tasks = [gather("a"), compute("x", 0), gather("b"), compute("y", 1, 2)]
+
+    found = schedule(tasks, replay, held_bytes, limit_bytes=0)
+
+    assert found.order == (0, 1, 2, 3)
+    assert (dict(found.ahead), found.hindered) == ({}, 1)
+
+
+def test_a_weight_gradient_runs_while_the_input_gradient_is_reduced():
+    reduce = Task(name="r", seconds=1.0, phase="forward", stream="tp", link="node", reads=(1,), kind=0)
+    tasks = [compute("dw"), compute("dx"), reduce, compute("next", 2)]
+
+    found = schedule(tasks, replay, held_bytes, limit_bytes=0)
+
+    assert found.order == (1, 2, 0, 3)
+    assert dict(found.deferred) == {0: 3}
+    assert replay(tasks, found.order).step_s == 3.0
+
+
+def test_streams_of_one_link_share_its_bandwidth_and_those_of_two_do_not():
+    def step_s(link: str) -> float:
+        pair = [
+            Task(name=n, seconds=1.0, phase="forward", stream=n, link=at, kind=0)
+            for n, at in (("a", "node"), ("b", link))
+        ]
+        return replay(pair, (0, 1)).step_s
+
+    assert step_s("node") == 2.0
+    assert step_s("rack") == 1.0
