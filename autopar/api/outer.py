@@ -28,10 +28,13 @@ from cost_models.errors import CostModelError
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
 
+_UNLIKELY = 1.25
+"""Estimate over the best plan's seconds from which a trial is not relaxed: estimates err on the fast side."""
+
 _REFINED = 3
 """Pipelines whose other schedules are tried."""
 
-_SAMPLED = 3
+_SAMPLED = 2
 """Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
 
 
@@ -90,12 +93,13 @@ class Outer:
         estimates = self._estimates(left)
         order = sorted(range(len(left)), key=lambda each: (estimates[each], each))
         queue = [left[each] for each in order]
+        likely = {left[each]: estimates[each] for each in order}
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_s > 0:
             chunk: list[Trial] = []
             while queue and len(chunk) < _CHUNK:
                 trial = queue.pop(0)
-                if self._is_beaten(trial):
+                if self._is_beaten(trial) or likely[trial] > _UNLIKELY * self.best_s:
                     self._give_up([trial])
                 else:
                     chunk.append(trial)
@@ -167,16 +171,18 @@ class Outer:
             if bubble <= self.solving.options.gap:
                 continue
             self.progress.phase("try other schedules")
-            ways = self._interleaved(one.trial)
+            ways = self._other_schedules(one.trial)
             found = self.solving.recut(one, ways) if ways else None
             if found is not None and found.step_s < one.step_s:
                 one.pipeline, one.step_s = found, found.step_s
 
-    def _interleaved(self, trial: Trial) -> list[Wanted]:
+    def _other_schedules(self, trial: Trial) -> list[Wanted]:
         most = self.solving.rough(trial.recompute, self.wishes).blocks // trial.depth
-        if "interleave" in self.wishes.never or trial.microbatches < trial.depth:
-            return []
-        return [Wanted(trial.depth, "interleaved_1f1b", times) for times in (2, 4, 8) if times <= most]
+        found = [Wanted(trial.depth, "zb_h1")]
+        if "interleave" not in self.wishes.never and trial.microbatches >= trial.depth:
+            found += [Wanted(trial.depth, "interleaved_1f1b", times) for times in (2, 4, 8) if times <= most]
+            found += [Wanted(trial.depth, "zbv", 2)] if most >= 2 else []
+        return found
 
     def _is_beaten(self, trial: Trial) -> bool:
         return self._known_bound_s(trial) >= self.best_s * (1.0 - self.solving.options.gap)
@@ -200,7 +206,8 @@ class Outer:
         """Return a bound from micro-batches on tensor-parallel ranks alone: samples cost least in the largest ones."""
         shape = _shape(trial)
         largest = self._sizes.get(shape.width, [0])[-1]
-        known = self._work_s.get((trial.recompute, shape.width, largest), 0.0)
+        ways: tuple[Recompute, ...] = (trial.recompute, "none")
+        known = max(self._work_s.get((way, shape.width, largest), 0.0) for way in ways)
         samples = self.solving.program.batch_size / shape.replicas
         return known / max(largest, 1) * samples / shape.depth
 
@@ -224,11 +231,15 @@ class Outer:
         share = (size - below) / (above - below) if above > below else 0.0
         once = low + share * (high - low)
         if trial.recompute != "none":
-            # What recomputation adds is taken from the largest size.
-            ways: tuple[Recompute, ...] = (trial.recompute, "none")
-            more, less = (self._microbatch_s(way, shape.width, known[-1]) for way in ways)
-            once *= more / less if 0 < less < inf else 1.0
+            once *= self._more(trial.recompute, shape.width, known[-1])
         return self.solving.rough(trial.recompute, self.wishes).estimate_s(shape, once, self.solving.budget)
+
+    def _more(self, recompute: Recompute, width: int, size: int) -> float:
+        """Return how many times as long a micro-batch takes with recomputation, at the largest size if it is needed."""
+        if self.best is not None:  # there is a plan without: likely nothing comes of it, and work tells enough
+            return self.solving.rough(recompute, self.wishes).work / self.solving.rough("none", self.wishes).work
+        less = self._microbatch_s("none", width, size)
+        return self._microbatch_s(recompute, width, size) / less if 0 < less < inf else 1.0
 
     def _microbatch_s(self, recompute: Recompute, width: int, size: int) -> float:
         """Return the seconds of a micro-batch through all stages on tensor-parallel ranks alone; memory is no limit."""

@@ -63,8 +63,9 @@ class Pipelined:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a step."""
-        return self.timeline.makespan_s + max(self.finish_s)
+        """Return the seconds of a step: a rank finishes as soon as its own last action is done."""
+        ends = (rank.events[-1].end_s if rank.events else 0.0 for rank in self.timeline.ranks)
+        return max(end + finish for end, finish in zip(ends, self.finish_s, strict=True))
 
     @property
     def bubble_s(self) -> float:

@@ -195,11 +195,15 @@ class Solving:
         """Return a solved trial run in the fastest of other ways, or that none of them fits or divides."""
         if one.outcome is None:
             return None
-        try:
-            found = pipelined(one.outcome, ways, self.budget)
-        except (UsageError, InfeasibleError):
-            return None
-        return None if isinstance(found, NoCut) else found
+        best: Pipelined | None = None
+        for wanted in ways:
+            try:
+                found = pipelined(one.outcome, [wanted], self.budget)
+            except (UsageError, InfeasibleError):
+                continue
+            if not isinstance(found, NoCut) and (best is None or found.step_s < best.step_s):
+                best = found
+        return best
 
     def rough(self, recompute: Recompute, wishes: Wishes) -> Rough:
         """Return the sizes of the program, for estimates."""

@@ -63,10 +63,24 @@ class Typed(nn.Module):
         return self.linear(x + self.kinds(ids)).square().mean()
 
 
+class Beside(nn.Module):
+    """A loss of what a model makes, and that beside it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.inner(*args)
+        return made.square().mean(), made.detach()
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
+    plain, example = cases()["plain"]
     return {
-        **{name: cases()[name] for name in ("mlp", "tied", "plain")},
+        **{name: cases()[name] for name in ("mlp", "tied")},
+        "plain": (Beside(plain), example),
         "weighted": weighted(),
         "typed": typed,
         **routing(),
