@@ -165,8 +165,8 @@ def test_zero_bubble_is_predicted_faster_than_1f1b_in_memory_of_the_same_order()
     assert plans["zb_h1"].breakdown.bubble_s < plans["1f1b"].breakdown.bubble_s / 2
     static = plans["1f1b"].memory.total - plans["1f1b"].memory.activations
     held = {name: max(stage.peak_memory_bytes for stage in each.per_stage) - static for name, each in plans.items()}
-    assert held["zb_h1"] <= 2 * held["1f1b"]
-    assert held["zbv"] <= 2 * held["1f1b"]
+    assert held["zb_h1"] <= 2.5 * held["1f1b"]
+    assert held["zbv"] <= 2.5 * held["1f1b"]
 
 
 def test_buffers_over_the_budget_are_refused_before_anything_runs():
@@ -180,7 +180,7 @@ def test_buffers_over_the_budget_are_refused_before_anything_runs():
 
     launch(10**6)
     with pytest.raises(ScheduleError, match=r"rank 0 exceeds its memory from 0F[1-5] \(forward of stage 0, micro"):
-        launch(20_000)
+        launch(12_000)
 
 
 def stop(rank: int, how: str) -> str:
