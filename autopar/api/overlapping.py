@@ -101,8 +101,11 @@ def _described(
         )
         if found.hindered and not found.ahead:
             warnings = (_no_prefetch(found.hindered, estimates),)
-    more_bytes = max(0, step.peak_bytes - peak_bytes(alone, range(len(alone))))
-    memory = replace(estimates.memory, temporary=estimates.memory.temporary + more_bytes)
+    # What reductions that travel together are copied into is in the outcome's memory already.
+    copied_bytes = round(float(outcome.merging_bytes().max()))
+    more_bytes = max(0, step.peak_bytes - peak_bytes(alone, range(len(alone))) - copied_bytes)
+    held = outcome.memory()
+    memory = replace(held, temporary=held.temporary + more_bytes)
     estimates = replace(estimates, memory=memory, peak_memory_bytes=memory.total, timeline=spans(tasks, order, step))
     return Overlapped(decisions, estimates, warnings)
 

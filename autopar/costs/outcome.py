@@ -248,7 +248,7 @@ class Outcome:
                 dtypes[each.source] = self.graph.meta(each.source).dtype
         return runs_of(self.messages(), dtypes, self._clock(), self.links, self.spare_bytes)
 
-    def _merging_bytes(self) -> Floats:
+    def merging_bytes(self) -> Floats:
         """Return what reducing several gradients as one holds at each position: gloo copies them into one buffer."""
         graph = self.graph
         held = np.zeros(len(graph.ops) + 1)
@@ -321,7 +321,7 @@ class Outcome:
         """Return the bytes held at the peak, by what they are."""
         graph, sizes, pricing = self.graph, self.links.sizes, self.pricing
         copies = [pairs(group, self.options) for group in pricing.table.groups]
-        curve = pricing.table.memory_curve(self.options, copies) + self._merging_bytes()
+        curve = pricing.table.memory_curve(self.options, copies) + self.merging_bytes()
         at = int(np.argmax(curve))
         parameters = optimizer = gradients = activations = 0.0
         for op in graph.ops:

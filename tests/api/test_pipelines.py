@@ -185,7 +185,8 @@ def test_buffers_over_the_budget_are_refused_before_anything_runs():
 
 def stop(rank: int, how: str) -> str:
     model, batch = layers()
-    mine = autopar.compile(model, "cpu:2", example_inputs=batch, fix={"pp": 2, "microbatch": 2})
+    fix = {"pp": 2, "schedule": "1f1b", "microbatch": 2}
+    mine = autopar.compile(model, "cpu:2", example_inputs=batch, fix=fix)
     loss_of(call(mine, batch)).backward()
     if rank == 0:
         with pytest.raises(AutoparError) as error:

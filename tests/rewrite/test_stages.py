@@ -197,7 +197,7 @@ def test_gradients_are_reduced_once_a_step_and_together_where_the_plan_says_so(w
     whole, want = wholes["mlp"]
     options = PlanOptions.parse(fix={"dp_replicate": 2})
     decisions = plan_captured(whole.captured, "model", ClusterSpec.parse("cpu:2"), options, Silent()).decisions
-    assert len(decisions.buckets[0].gradients) == 4
+    assert len(decisions.buckets[0].tensors) == 4
 
     pipeline = run_stages(whole, decisions, [["up"], ["down"]], 2)
 
