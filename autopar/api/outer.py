@@ -31,7 +31,7 @@ _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 _UNLIKELY = 1.25
 """Estimate over the best plan's seconds from which a trial is not relaxed: estimates err on the fast side."""
 
-_REFINED = 3
+_REFINED = 2
 """Pipelines whose other schedules are tried."""
 
 _SAMPLED = 2
