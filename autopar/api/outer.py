@@ -79,6 +79,9 @@ class Outer:
                 self._run_others(others)
         except KeyboardInterrupt:
             self.interrupted = True
+            known = {one.trial for one in self.solved}
+            left = [trial for trial in (*whole, *others) if trial not in known]
+            self.solved += [_interrupted(trial, self._known_bound_s(trial)) for trial in left]
 
     def _run_others(self, others: Sequence[Trial]) -> None:
         left = []
@@ -146,10 +149,7 @@ class Outer:
                     best_s=best if best < inf else None, gap=gap, done=total - len(waiting), total=total
                 )
         except KeyboardInterrupt:
-            self.solved += [
-                Solved(each.trial, Solution("interrupted", (), inf, each.bound_s), why_not=WHY_NOT["interrupted"])
-                for each in waiting
-            ]
+            self.solved += [_interrupted(each.trial, each.bound_s) for each in waiting]
             raise
         return count
 
@@ -270,6 +270,10 @@ def _kin(trial: Trial) -> tuple[object, ...]:
 
 def _left(trial: Trial, bound_s: float, why: str) -> Solved:
     return Solved(trial, Solution("cutoff", (), inf, bound_s), why_not=why)
+
+
+def _interrupted(trial: Trial, bound_s: float) -> Solved:
+    return Solved(trial, Solution("interrupted", (), inf, bound_s), why_not=WHY_NOT["interrupted"])
 
 
 def _spread(sizes: Sequence[int], most: int) -> list[int]:

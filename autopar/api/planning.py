@@ -258,7 +258,7 @@ class Planner:
     def _infeasible(self, wishes: Wishes, solved: Sequence[Solved]) -> InfeasibleError:
         """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
         least: Outcome | None = None
-        failed = [one for one in solved if one.solution.status == "infeasible"]
+        failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
         if wishes.depth not in {None, 1} and failed:
             return infeasible.wishes(failed[0].why_not)
         for one in _thriftiest(failed):

@@ -168,7 +168,7 @@ class Solving:
             proven = one.bound_s if even else max(one.bound_s, solution.bound_s / trial.depth)
             solution = replace(solution, bound_s=proven)
             if not solution.options:
-                found = found or self._without_plan(one, solution)
+                found = self._without_plan(one, solution)
                 continue
             cut = self.cut(trial, one, wishes, solution, ways)
             if cut.outcome is not None or not even:
@@ -188,7 +188,8 @@ class Solving:
                 f"the largest of {trial.depth} pipeline ranks needs {format_bytes(cut.least_bytes)} and has "
                 f"{format_bytes(self.budget)}; smaller micro-batches (--fix microbatch=N) or more stages need less"
             )
-            return Solved(trial, replace(solution, status="infeasible"), why_not=why)
+            # That no cut of these layouts fits proves nothing of others: the trial keeps its bound.
+            return Solved(trial, replace(solution, status="cutoff"), why_not=why)
         return Solved(trial, solution, outcome, cut.step_s, pipeline=cut)
 
     def recut(self, one: Solved, ways: Sequence[Wanted]) -> Pipelined | None:

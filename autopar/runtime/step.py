@@ -189,7 +189,7 @@ class Bound:
         """
         try:
             return program(*arguments)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             named = told(error, program, self._groups.rank, self._backend_name)
             if named is None:
                 raise
