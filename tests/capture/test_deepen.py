@@ -27,7 +27,15 @@ def _described(graph: Graph) -> list[object]:
         return tuple(map(shown, arg)) if isinstance(arg, tuple) else arg
 
     ops = [
-        (op.kind, op.target, op.module, op.phase, op.outputs, shown(op.args), graph.position[graph.representative(op.name)])
+        (
+            op.kind,
+            op.target,
+            op.module,
+            op.phase,
+            op.outputs,
+            shown(op.args),
+            graph.position[graph.representative(op.name)],
+        )
         for op in graph.ops
     ]
     outputs = [

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from autopar.models.zoo.parts import FeedForward, SelfAttention, rotary, token_loss, tokens
+from autopar.models.zoo.parts import FeedForward, SelfAttention, drop, rotary, token_loss, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,7 @@ class Block(nn.Module):
             kv_heads=settings.kv_heads,
             bias=settings.bias,
             fused=settings.fused_attention,
+            dropout=settings.dropout,
         )
         self.mlp_norm = nn.LayerNorm(settings.hidden)
         self.mlp = FeedForward(
@@ -81,11 +81,6 @@ class Block(nn.Module):
         """Return [b, s, e] for [b, s, e]."""
         x = x + drop(self.attention(self.attention_norm(x), turn), self.dropout, training=self.training)
         return x + drop(self.mlp(self.mlp_norm(x)), self.dropout, training=self.training)
-
-
-def drop(x: torch.Tensor, probability: float, *, training: bool) -> torch.Tensor:
-    """Return `x` after dropout; the tensor itself, and no copy of it, where nothing is dropped."""
-    return functional.dropout(x, probability, training) if probability else x
 
 
 class Gpt(nn.Module):

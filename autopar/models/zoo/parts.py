@@ -41,8 +41,13 @@ def spread(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x[:, :, None].expand(b, h, heads // h, s, d).reshape(b, heads, s, d)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, fused: bool) -> torch.Tensor:
-    """Return attention of heads [b, h, s, d]; not fused, the scores [b, h, s, s] are made in memory."""
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, fused: bool, dropout: float = 0.0
+) -> torch.Tensor:
+    """Return attention of heads [b, h, s, d]; not fused, the scores [b, h, s, s] are made in memory.
+
+    `dropout` is that of the scores, in training, where they are in memory.
+    """
     if fused:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     s = q.shape[2]
@@ -50,7 +55,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, f
     if causal:
         hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -1e4)  # as Megatron-LM: fp16 holds no larger one safely
-    return torch.matmul(scores.softmax(dim=-1), v)
+    return torch.matmul(drop(scores.softmax(dim=-1), dropout, training=True), v)
+
+
+def drop(x: torch.Tensor, probability: float, *, training: bool) -> torch.Tensor:
+    """Return `x` after dropout; the tensor itself, and no copy of it, where nothing is dropped."""
+    return functional.dropout(x, probability, training) if probability else x
 
 
 class SelfAttention(nn.Module):
@@ -61,13 +71,22 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, heads: int, *, causal: bool, kv_heads: int = 0, bias: bool = True, fused: bool = True
+        self,
+        hidden: int,
+        heads: int,
+        *,
+        causal: bool,
+        kv_heads: int = 0,
+        bias: bool = True,
+        fused: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads = heads, kv_heads or heads
         self.size = hidden // heads
         self.causal = causal
         self.fused = fused
+        self.dropout = dropout
         self.qkv = nn.Linear(hidden, (heads + 2 * self.kv_heads) * self.size, bias=bias)
         self.out = nn.Linear(hidden, hidden, bias=bias)
 
@@ -77,7 +96,9 @@ class SelfAttention(nn.Module):
         q, k, v = self._heads(self.qkv(x), b, s)
         if turn is not None:
             q, k = rotate(q, *turn), rotate(k, *turn)
-        y = attend(q, spread(k, self.heads), spread(v, self.heads), causal=self.causal, fused=self.fused)
+        k, v = spread(k, self.heads), spread(v, self.heads)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, causal=self.causal, fused=self.fused, dropout=dropout)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, e))
         return out
 
@@ -87,7 +108,7 @@ class SelfAttention(nn.Module):
             return x.view(b, s, self.heads, 3 * self.size).transpose(1, 2).chunk(3, dim=-1)
         shared = self.heads // self.kv_heads
         groups = x.view(b, s, self.kv_heads, (shared + 2) * self.size).transpose(1, 2)
-        q, k, v = groups.split((shared * self.size, self.size, self.size), dim=-1)
+        q, k, v = torch.split(groups, [shared * self.size, self.size, self.size], dim=-1)
         q = q.reshape(b, self.kv_heads, s, shared, self.size).transpose(2, 3).reshape(b, self.heads, s, self.size)
         return q, k, v
 
