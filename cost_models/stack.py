@@ -67,6 +67,7 @@ _FRAMEWORKS = (
         r"megatron-core|nemo|transformer.?engine",
         Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True),
     ),
+    (r"deepspeed", Stack("fused", float32_gradients=False, overlaps=False)),
     (r"megatron", Stack("fused", float32_gradients=True, overlaps=False)),
     (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
 )
