@@ -187,7 +187,8 @@ class _Blocks:
         seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
         behind = {part: [0.0] * count for part in seconds}
         apart = weight_gradients(self.graph, self.of)
-        temporary = self._temporary()
+        as_run = bool(self.outcome.links.flat_bytes)
+        temporary = self._temporary() if as_run else self._largest()
         known: dict[str, float] = {}
         launched = {part: [0] * count for part in seconds}
         for op in self.graph.ops:
@@ -288,6 +289,14 @@ class _Blocks:
             if (op.name, life.index) in awaited and op.name not in apart:
                 kept[self.of[op.name]] += held
         return saved, kept
+
+    def _largest(self) -> list[float]:
+        """Return twice what each block's largest operator makes."""
+        found = [0.0] * len(self.paths)
+        for op in self.graph.ops:
+            if op.kind == "call":
+                found[self.of[op.name]] = max(found[self.of[op.name]], 2 * self._bytes(op))
+        return found
 
     def _temporary(self) -> list[float]:
         """Return the most that each block holds at once of what it neither saves for backward nor returns."""

@@ -130,7 +130,7 @@ class Outcome:
         metas = tuple(graph.meta(ref) for ref in op.refs)
         device, sizes = self.links.cluster.device, self.links.sizes
         spent = operators.seconds(op, metas, [strategy], sizes, device, fused_traffic(graph).get(op.name))
-        if self.microbatches > 1:
+        if self.microbatches > 1 and self.links.flat_bytes:
             spent = spent + operators.accumulation_seconds(op, gradient_indices(graph, op), [strategy], sizes, device)
         time = None
         if self.microbatches > 1:

@@ -130,7 +130,7 @@ class Builder:
         if op.kind != "call" or is_view(op):
             return np.zeros(len(strategies))
         fused = fused_traffic(self.graph).get(op.name)
-        summed = gradient_indices(self.graph, op) if self._microbatches > 1 else ()
+        summed = gradient_indices(self.graph, op) if self._microbatches > 1 and self.links.flat_bytes else ()
         key = (op.target, metas, op.outputs, tuple(id(s) for s in strategies), str(op.args[-4:]), fused, summed)
         if key not in self._seconds:
             device, sizes = self.links.cluster.device, self.links.sizes

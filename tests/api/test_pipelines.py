@@ -132,8 +132,7 @@ def require_the_models_own(name: str, done: list[Trained]) -> None:
 def test_a_plan_says_its_stages_and_survives_the_file():
     model, batch = layers()
 
-    fix = {"pp": 2, "schedule": "1f1b", "dp_replicate": 2, "microbatch": 2}
-    plan = autopar.plan(model, "cpu:4", example_inputs=batch, fix=fix)
+    plan = autopar.plan(model, "cpu:4", example_inputs=batch, fix={"pp": 2, "dp_replicate": 2, "microbatch": 2})
 
     assert plan.decisions.degrees["pp"] == 2
     assert [stage.ranks for stage in plan.decisions.stages] == [(0, 1), (2, 3)]
