@@ -160,6 +160,25 @@ def memory_bound_s(bytes_moved: Size, device: DeviceSpec, transcendentals: Size 
     return _on_device(counts / rate if rate else np.zeros_like(counts), bytes_moved, device)
 
 
+def fused_s(bytes_moved: Size, bytes_left: Size, device: DeviceSpec) -> FloatArray:
+    """Return the time in seconds of a memory-bound operator where the device's software fuses (`DeviceSpec.fusion`).
+
+    `bytes_moved`: as a kernel of its own; `bytes_left`: of an ideal fusion, 0 where it is part of another's kernel.
+    """
+    alone, inside = memory_bound_s(bytes_moved, device), memory_bound_s(bytes_left, device)
+    left = np.where(np.asarray(bytes_left) > 0, inside, 0.0)
+    return alone + device.fusion * (left - alone)
+
+
+def accumulate_s(sum_bytes: Size, device: DeviceSpec) -> FloatArray:
+    """Return the time in seconds of adding a value to a sum of `sum_bytes` that is in memory.
+
+    A kernel of its own reads both and writes one; fused into the product that makes the value, it reads the sum.
+    """
+    passes = 3.0 - 2.0 * device.fusion
+    return memory_bound_s(np.asarray(sum_bytes, dtype=np.float64) * passes, device)
+
+
 def attention_s(flops: Size, bytes_moved: Size, dtype: str, device: DeviceSpec) -> FloatArray:
     """Return the time in seconds of a fused attention kernel of `flops` operations.
 

@@ -99,6 +99,17 @@ class DeviceSpec:
 
     fresh_bytes_per_s: float = 0.0
     """Rate at which the system hands out such pages, zeroed, at their first use."""
+    host_s: float = 0.0
+    """The host's time for one operator; it runs ahead, so that operators in a row take the longer of both."""
+
+    released: int = 0
+    """Year in which it could be had; 0: not known."""
+
+    early_attention_efficiency: float = 0.0
+    """As `attention_efficiency`, of the first fused kernels (FlashAttention 1); 0: the same."""
+
+    fusion: float = 0.0
+    """Share of the traffic between memory-bound operators that the software's fused kernels keep off memory."""
 
     catalog: str = ""
     """Catalogue entry that the figures come from; empty if described by the user."""
@@ -149,6 +160,8 @@ def catalogued_device(name: str) -> DeviceSpec:
         transcendentals_per_s=catalog.number(entry, "transcendentals", 0.0),
         fresh_bytes=int(catalog.number(entry, "fresh_size", 0)),
         fresh_bytes_per_s=catalog.number(entry, "fresh_bandwidth", 0.0),
+        released=int(catalog.number(entry, "released", 0)),
+        early_attention_efficiency=catalog.number(entry, "early_attention_efficiency", 0.0),
         catalog=name,
     )
 

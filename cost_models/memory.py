@@ -16,6 +16,34 @@ ALLOCATION_BYTES = 512
 _CPU_ALIGNMENT_BYTES = 64
 """Alignment of torch's CPU allocator: gAlignment, c10/core/alignment.h."""
 
+MASTER = "master_"
+"""Before an optimizer's name: it updates float32 copies of parameters of 16 bits, and keeps its state in float32."""
+
+
+def with_master(optimizer: str) -> str:
+    """Return the name of the optimizer on float32 master copies (Megatron-LM, DeepSpeed, Apex O2)."""
+    return optimizer if optimizer == "none" else MASTER + optimizer
+
+
+def with_shards(optimizer: str, ranks: int) -> str:
+    """Return the name of the optimizer each of whose `ranks` keeps and updates an equal part of the parameters."""
+    return optimizer if optimizer == "none" or ranks == 1 else f"{optimizer}/{ranks}"
+
+
+def shards_of(optimizer: str) -> tuple[str, int]:
+    """Return the optimizer of one rank's part, and how many ranks share the parameters."""
+    name, _, ranks = optimizer.partition("/")
+    return name, int(ranks or 1)
+
+
+def dtypes_of(optimizer: str, parameter: str) -> tuple[str, "DtypeOf"]:
+    """Return the optimizer without its master copies, and the types of what it touches for a type of parameter."""
+    plain = optimizer.removeprefix(MASTER)
+    if optimizer != plain and dtype_bytes(parameter) < dtype_bytes("float32"):
+        return plain, DtypeOf(parameter=parameter, gradient=parameter, state="float32", master="float32")
+    return plain, DtypeOf(parameter=parameter, gradient=parameter, state=parameter)
+
+
 _STATES: Mapping[str, int] = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the size of the parameter."""
 
@@ -73,6 +101,9 @@ def optimizer_traffic_bytes(optimizer: str, dtypes: DtypeOf | None = None, imple
     parameter, gradient, state, temporary = _TRAFFIC["fused" if implementation == "fused" else "foreach"][optimizer]
     updated = dtype_bytes(dtypes.master or dtypes.parameter)
     copied_out = dtype_bytes(dtypes.parameter) if dtypes.master and parameter else 0
+    if dtypes.master and gradient:
+        # The gradient is cast, its norm taken and scaled, in float32, before the optimizer reads it.
+        copied_out += 4 * dtype_bytes(dtypes.master)
     return (
         parameter * updated
         + gradient * dtype_bytes(dtypes.gradient)
@@ -97,6 +128,18 @@ def allocated_bytes(tensor_bytes: float | npt.NDArray[Any], device_kind: str = "
     step = ALLOCATION_BYTES if device_kind == "gpu" else _CPU_ALIGNMENT_BYTES
     rounded: npt.NDArray[np.float64] = np.ceil(np.asarray(tensor_bytes, dtype=np.float64) / step) * step
     return rounded
+
+
+def process_bytes(tensor_bytes: float, device: DeviceSpec) -> float:
+    """Return what `nvidia-smi` shows of a training process: tensors, what the allocator keeps beside them, context."""
+    return tensor_bytes * (1.0 + ALLOCATOR_RESERVE) + device.reserved_bytes + COMMUNICATOR_BYTES
+
+
+ALLOCATOR_RESERVE = 0.08
+"""Share of live tensors that the caching allocator holds beside them at the peak: blocks that do not fit. Assumed."""
+
+COMMUNICATOR_BYTES = 1.5 * 2**30
+"""Buffers of NCCL's communicators, of which a 3D-parallel program has five to eight of 0.2 to 0.3 GiB each. Assumed."""
 
 
 def usable_bytes(device: DeviceSpec, margin: float = 0.0) -> int:

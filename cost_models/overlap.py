@@ -30,10 +30,11 @@ FORMULAS: Mapping[str, Formula] = registry(
 
 EFFICIENCY: Mapping[str, Figure] = {
     "gpu": Figure(
-        0.85,
+        0.65,
         "fraction",
-        "assumed",
-        "NCCL holds 16 to 24 of 108 to 132 multiprocessors while it runs; computation beside it slows by about that",
+        "fitted",
+        "sharded data parallelism in benchmarks/data/training_steps.csv: computation beside NCCL lacks 16 to 24 of"
+        " 108 to 132 multiprocessors, memory bandwidth and clock",
     ),
     "cpu": Figure(
         0.81,

@@ -76,6 +76,17 @@ class Priced:
 
     measured_s: float
     predicted_s: float
+    measured_bytes: float | None = None
+    """Peak memory of a device, where the row has one."""
+
+    predicted_bytes: float | None = None
+
+    @property
+    def memory_error(self) -> float | None:
+        """Return predicted over measured peak memory, less 1; None where none was measured."""
+        if self.measured_bytes is None or self.predicted_bytes is None:
+            return None
+        return self.predicted_bytes / self.measured_bytes - 1
 
     @property
     def error(self) -> float:

@@ -31,11 +31,12 @@ class Format:
     name: str
     columns: tuple[str, ...]
     price: Callable[[Mapping[str, str], int], Priced] | None
-    """None: the format is known and rows of it cannot be priced."""
+    """None: rows of it are priced by whoever knows programs, see `validate`."""
 
 
+TRAINING_STEPS = "training steps"
 FORMATS = (
-    Format("training steps", ("framework", "device", "gpus", "tp", "pp", "measured_step_s"), None),
+    Format(TRAINING_STEPS, ("framework", "device", "gpus", "tp", "pp", "measured_step_s"), None),
     Format("collectives", ("source", "hardware", "nodes", "gpus", "op", "bytes"), price_collective),
     Format("achievable matmuls", ("gpu", "dtype", "achieved", "best_shape_mxnxk"), price_matmul),
 )
@@ -57,6 +58,13 @@ class Validation:
     priced: tuple[Priced, ...]
     skipped: tuple[Skipped, ...]
 
+    def _source(self, name: str) -> dict[str, Any]:
+        rows = [each for each in self.priced if each.source == name]
+        return statistics(rows) | {
+            "rank_correlation": rank_correlation(rows),
+            "memory_mean_abs_rel_error": memory_error(rows),
+        }
+
     def document(self) -> dict[str, Any]:
         """Return the report of `autopar validate --json`.
 
@@ -72,9 +80,9 @@ class Validation:
             **statistics(self.priced),
             "skipped": len(self.skipped),
             "rank_correlation": rank_correlation(self.priced),
-            "memory_mean_abs_rel_error": None,
+            "memory_mean_abs_rel_error": memory_error(self.priced),
             "parts": {part: statistics(each for each in self.priced if each.part == part) for part in parts},
-            "sources": {name: statistics(each for each in self.priced if each.source == name) for name in sources},
+            "sources": {name: self._source(name) for name in sources},
             "worst": [
                 {
                     "line": each.line,
@@ -89,27 +97,46 @@ class Validation:
         }
 
 
-def validate(path: Path) -> Validation:
+Row = tuple[int, Mapping[str, str]]
+"""Line of the file, and its values by column."""
+
+PriceSteps = Callable[[Sequence[Row]], Iterable[Priced | Skipped]]
+
+
+def validate(path: Path, price_steps: PriceSteps | None = None) -> Validation:
     """Return every row of the file priced or skipped.
+
+    `price_steps` prices rows of training steps, which takes more than cost models: a program and its plan.
 
     Raises `ValidationError` where the file cannot be read, its columns are
     those of no known format, or the format cannot be priced.
     """
     header, rows = _read(path)
     form = _format(path, header)
-    if form.price is None:
-        raise ValidationError(f"{path}: pricing rows of {form.name} is not supported yet")
-    priced: list[Priced] = []
-    skipped: list[Skipped] = []
+    found: list[Priced | Skipped] = []
+    whole: list[Row] = []
     for line, cells in rows:
         if len(cells) != len(header):
-            skipped.append(Skipped(line, f"has {len(cells)} values for {len(header)} columns"))
-            continue
-        try:
-            priced.append(form.price(dict(zip(header, cells, strict=True)), line))
-        except CostModelError as error:
-            skipped.append(Skipped(line, str(error)))
-    return Validation(form.name, tuple(priced), tuple(skipped))
+            found.append(Skipped(line, f"has {len(cells)} values for {len(header)} columns"))
+        else:
+            whole.append((line, dict(zip(header, cells, strict=True))))
+    if form.price is not None:
+        found += [_priced(form.price, row) for row in whole]
+    elif price_steps is not None:
+        found += price_steps(whole)
+    else:
+        raise ValidationError(f"{path}: rows of {form.name} are priced by the command autopar validate")
+    found.sort(key=lambda each: each.line)
+    priced = tuple(each for each in found if isinstance(each, Priced))
+    return Validation(form.name, priced, tuple(each for each in found if isinstance(each, Skipped)))
+
+
+def _priced(price: Callable[[Mapping[str, str], int], Priced], row: Row) -> Priced | Skipped:
+    line, values = row
+    try:
+        return price(values, line)
+    except CostModelError as error:
+        return Skipped(line, str(error))
 
 
 def statistics(rows: Iterable[Priced]) -> dict[str, float | int | None]:
@@ -123,6 +150,12 @@ def statistics(rows: Iterable[Priced]) -> dict[str, float | int | None]:
         "mean_abs_rel_error": float(np.mean(np.abs(errors))),
         "bias": float(np.mean(errors)),
     }
+
+
+def memory_error(rows: Iterable[Priced]) -> float | None:
+    """Return the mean absolute relative error of peak memory over the rows that have one measured; None for none."""
+    errors = [abs(each.memory_error) for each in rows if each.memory_error is not None]
+    return float(np.mean(errors)) if errors else None
 
 
 def rank_correlation(rows: Sequence[Priced]) -> float | None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.costs.issued import Issued
-from autopar.costs.liveness import base_of, lives, local_bytes
+from autopar.costs.liveness import Life, base_of, gradients_of, lives, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Outcome
 from autopar.ir import stages as blocks
 from autopar.ir.graph import Graph, Op
 from autopar.ir.pipeline import PipelineCosts
 from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
-from autopar.ir.roles import parameter_like
+from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
 from autopar.ir.weight_gradients import weight_gradients
@@ -34,6 +34,8 @@ class Wanted:
     depth: int
     schedule: str = "1f1b"
     interleave: int = 1
+    even: bool = False
+    """Whether stages have as many blocks each as can be, instead of the best cut."""
 
     def schedule_for(self, microbatches: int) -> PipelineSchedule:
         """Return the actions of every pipeline rank."""
@@ -152,6 +154,10 @@ def pipelined(outcome: Outcome, ways: Sequence[Wanted], budget_bytes: int) -> Pi
         schedule = wanted.schedule_for(outcome.microbatches)
         if len(found) < schedule.stages:
             raise blocks.too_many_stages(schedule.stages, found)
+        if wanted.even:
+            firsts = tuple(stage * len(found) // schedule.stages for stage in range(schedule.stages))
+            tried.append(priced.judged(Cut(firsts, 0.0, ()), wanted, schedule, reserved))
+            continue
         cuts = find_cuts(priced.units, priced.boundaries, schedule, budget_bytes=budget_bytes - reserved)
         if isinstance(cuts, NoCut):
             without.append(NoCut(cuts.least_bytes + reserved, cuts.bound_bytes + reserved))
@@ -181,25 +187,29 @@ class _Blocks:
         seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
         behind = {part: [0.0] * count for part in seconds}
         apart = weight_gradients(self.graph, self.of)
-        temporary = [0.0] * count
+        as_run = bool(self.outcome.links.flat_bytes)
+        temporary = self._temporary() if as_run else self._largest()
         known: dict[str, float] = {}
+        launched = {part: [0] * count for part in seconds}
         for op in self.graph.ops:
             rep = self.graph.representative(op.name)
             if rep not in known:
                 known[rep] = self.outcome.seconds(rep)
-            seconds["weights" if op.name in apart else op.phase][self.of[op.name]] += known[rep]
-            made = self._bytes(op)
-            temporary[self.of[op.name]] = max(temporary[self.of[op.name]], 2 * made if op.kind == "call" else 0.0)
+            part: str = "weights" if op.name in apart else op.phase
+            seconds[part][self.of[op.name]] += known[rep]
+            launched[part][self.of[op.name]] += op.kind == "call" and not is_view(op)
         for issued in self.outcome.messages():
-            if not issued.finishes:
+            if not self._is_once(issued):
                 late = bool(issued.readers) and apart.issuperset(issued.readers)
                 part = "weights" if late else issued.phase
                 hidden = self._hidden_s(issued)
                 seconds[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
                 behind[part][self.of[issued.at]] += hidden
-        # A block's gathers run behind the block before it, which is about as long.
+        host_s = self.outcome.links.cluster.device.host_s
         for part, found in seconds.items():
-            seconds[part] = [max(pair) for pair in zip(found, behind[part], strict=True)]
+            # A block's gathers run behind the block before it, which is about as long; the host runs ahead of both.
+            host = [count * host_s for count in launched[part]]
+            seconds[part] = [max(each) for each in zip(found, behind[part], host, strict=True)]
         static = self._static
         saved, kept = self._saved(apart)
         return [
@@ -218,6 +228,10 @@ class _Blocks:
     def _hidden_s(self, issued: Issued) -> float:
         """Return the part of a collective that computation runs behind, as the costs of the whole program have it."""
         return self.outcome.links.hidable_s(issued.message) if issued.overlapped else 0.0
+
+    def _is_once(self, issued: Issued) -> bool:
+        """Return whether a collective runs once a step, not for each micro-batch."""
+        return issued.finishes or issued.times < self.outcome.microbatches
 
     def _bytes(self, op: Op) -> float:
         strategy = self.outcome.strategy(self.graph.representative(op.name))
@@ -270,12 +284,47 @@ class _Blocks:
                 continue
             layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
             held = local_bytes(meta, layout, self.outcome.links.sizes)
-            late = life.last < len(self.graph.ops) and self.graph.ops[life.last].phase == "backward"
-            if op.phase == "forward" and late:
+            if self._is_saved(life):
                 saved[self.of[op.name]] += held
             if (op.name, life.index) in awaited and op.name not in apart:
                 kept[self.of[op.name]] += held
         return saved, kept
+
+    def _largest(self) -> list[float]:
+        """Return twice what each block's largest operator makes."""
+        found = [0.0] * len(self.paths)
+        for op in self.graph.ops:
+            if op.kind == "call":
+                found[self.of[op.name]] = max(found[self.of[op.name]], 2 * self._bytes(op))
+        return found
+
+    def _temporary(self) -> list[float]:
+        """Return the most that each block holds at once of what it neither saves for backward nor returns."""
+        steps: list[dict[int, float]] = [{} for _ in self.paths]
+        returned = gradients_of(self.graph)
+        for life in lives(self.graph):
+            op = self.graph.by_name[life.op]
+            meta = op.outputs[life.index]
+            if op.kind != "call" or meta is None or (life.op, life.index) in returned or self._is_saved(life):
+                continue
+            layout = self.outcome.strategy(self.graph.representative(life.op)).outputs[life.index]
+            held = local_bytes(meta, layout, self.outcome.links.sizes)
+            mine = steps[self.of[life.op]]
+            mine[life.first] = mine.get(life.first, 0.0) + held
+            mine[life.last + 1] = mine.get(life.last + 1, 0.0) - held
+        peaks = []
+        for mine in steps:
+            now = peak = 0.0
+            for at in sorted(mine):
+                now += mine[at]
+                peak = max(peak, now)
+            peaks.append(peak)
+        return peaks
+
+    def _is_saved(self, life: Life) -> bool:
+        """Return whether forward keeps a value for backward."""
+        last = self.graph.ops[life.last] if life.last < len(self.graph.ops) else None
+        return self.graph.by_name[life.op].phase == "forward" and last is not None and last.phase == "backward"
 
     @cached_property
     def boundaries(self) -> list[Boundary]:
@@ -310,19 +359,26 @@ class _Blocks:
         return found
 
     @cached_property
-    def _finish_s(self) -> tuple[list[float], list[float]]:
-        """Return, of each block, the seconds of reducing its gradients, and of its optimizer step."""
-        reduce_s, step_s = [0.0] * len(self.paths), [0.0] * len(self.paths)
+    def _finish_s(self) -> tuple[list[float], list[float], list[float]]:
+        """Return, of each block, the seconds of reducing its gradients, of what could hide of that, and of its step."""
+        reduce_s, hidable_s, step_s = ([0.0] * len(self.paths) for _ in range(3))
+        links = self.outcome.links
         for issued in self.outcome.messages():
-            if issued.finishes:
-                reduce_s[self.of[issued.at]] += self.outcome.links.message_s(issued.message)
+            if self._is_once(issued):
+                reduce_s[self.of[issued.at]] += links.message_s(issued.message)
+                hidable_s[self.of[issued.at]] += links.hidable_s(issued.message) if links.hides_reductions else 0.0
         for op in self.graph.ops:
             if op.kind == "parameter" and op.requires_grad:
                 layout = self.outcome.layout(self.graph.representative(op.name))
-                links = self.outcome.links
                 spent = optimizer_seconds(op, [layout], links.sizes, self.outcome.optimizer, links.cluster.device)
                 step_s[self.of[op.name]] += float(spent[0])
-        return reduce_s, step_s
+        return reduce_s, hidable_s, step_s
+
+    def _exposed_s(self, blocks_of_rank: list[int]) -> float:
+        """Return what shows of a rank's reductions: all, or what its last backward does not hide."""
+        reduce_s, hidable_s, _ = (sum(each[at] for at in blocks_of_rank) for each in self._finish_s)
+        behind_s = sum(self.units[at].input_gradient_s for at in blocks_of_rank)
+        return reduce_s - min(hidable_s, behind_s)
 
     def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
         """Return a cut with its simulated timeline."""
@@ -333,9 +389,9 @@ class _Blocks:
         mine: dict[int, list[int]] = defaultdict(list)
         for run, rank in zip(runs, schedule.rank_of, strict=True):
             mine[rank] += run
-        reduce_s, step_s = self._finish_s
+        step_s = self._finish_s[2]
         spent = [sum(step_s[at] for at in mine[rank]) for rank in range(schedule.ranks)]
-        finish = tuple(sum(reduce_s[at] for at in mine[rank]) + spent[rank] for rank in range(schedule.ranks))
+        finish = tuple(self._exposed_s(mine[rank]) + spent[rank] for rank in range(schedule.ranks))
         peaks = tuple(rank.peak_bytes + reserved for rank in timeline.ranks)
         fullest = peaks.index(max(peaks))
         static = self._static

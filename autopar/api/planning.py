@@ -94,7 +94,8 @@ class Planner:
         fixed = self.options.fix.get("recompute")
         if fixed == "none" or "recompute" in self.options.forbid:
             return ("none",)
-        return ("full",) if fixed == "full" else ("none", "full")
+        chosen: tuple[Recompute, ...] = ("selective", "per_operator", "full")
+        return next(((way,) for way in chosen if way == fixed), ("none", "full"))
 
     def follow(self, known: Decisions) -> Decisions:
         """Return decisions for a program of a model whose parameters already are where `known` says.

@@ -15,7 +15,6 @@ from autopar.costs.outcome import Outcome
 from autopar.costs.rough import Rough
 from autopar.costs.stage_memory import Split, even_split
 from autopar.costs.table import Builder, Pricing
-from autopar.costs.timing import timing
 from autopar.errors import InfeasibleError, UnknownOperatorError, UsageError
 from autopar.figures import format_bytes
 from autopar.ir.graph import Graph, Op
@@ -29,6 +28,7 @@ from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisChoices, compose
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
+from cost_models.memory import with_master
 
 WHY_NOT = {
     "infeasible": "does not fit in memory",
@@ -84,7 +84,7 @@ class Solving:
         """Return the program with its layers recomputed or not, equal ones apart where the wishes tell them apart."""
         key = (recompute, bool(wishes.constraints or wishes.resting))
         if key not in self._graphs:
-            graph = recomputed_graph(self.program) if recompute == "full" else self.program
+            graph = self.program if recompute == "none" else recomputed_graph(self.program, recompute)
             self._graphs[key] = unfold_if_split(graph, wishes)
         return self._graphs[key]
 
@@ -92,6 +92,12 @@ class Solving:
     def budget(self) -> int:
         """Return the bytes that a device may hold."""
         return int(self.cluster.memory_bytes * (1.0 - self.options.memory_margin))
+
+    @property
+    def optimizer(self) -> str:
+        """Return the optimizer as costs know it: in mixed precision, parameters of 16 bits have a float32 copy."""
+        mixed = self.options.precision != "fp32" and _has_short_parameters(self.program)
+        return with_master(self.options.optimizer) if mixed else self.options.optimizer
 
     def budget_of_all(self, depth: int) -> int:
         """Return bytes that the whole program needs at most on one stage's mesh for its stages to fit on theirs.
@@ -109,7 +115,7 @@ class Solving:
         """
         graph = self.graph(trial.recompute, wishes)
         timed = int(trial.microbatches > 1)
-        links = Links(self.cluster, tuple(axis.size for axis in trial.mesh), timed)
+        links = self.links(trial)
         choices = compose(graph, wishes.axes(trial.mesh), axis_strategies, self._axes)
         for op in choices.unknown:
             self.unknown.setdefault(op.target, op)
@@ -118,7 +124,11 @@ class Solving:
         if timed:
             require_splittable(graph, choices.of)
         options = wishes.apply(graph, trial.mesh, choices.of)
-        return links, Builder(graph, options, links, self.options.optimizer, wishes.gathers).build()
+        return links, Builder(graph, options, links, self.optimizer, wishes.gathers).build()
+
+    def links(self, trial: Trial) -> Links:
+        """Return the prices of moving data on a trial's mesh."""
+        return Links(self.cluster, tuple(axis.size for axis in trial.mesh), int(trial.microbatches > 1))
 
     def bound(self, trial: Trial, wishes: Wishes, left_s: float) -> Waiting | Solved:
         """Return the trial with the bound of its relaxation, or that it is impossible."""
@@ -147,9 +157,13 @@ class Solving:
         solution = solve_program(one.program, self._limits(self.budget, left_s, best_s))
         if not solution.options:
             return self._without_plan(one, solution)
-        outcome = Outcome(self.graph(trial.recompute, wishes), one.pricing, one.links, solution.options,
-                          self.options.optimizer)  # fmt: skip
-        return Solved(trial, solution, outcome, timing(one.pricing.table, solution.options).step_s)
+        outcome = self.outcome(one, wishes, solution)
+        return Solved(trial, solution, outcome, outcome.step_s)
+
+    def outcome(self, one: Waiting, wishes: Wishes, solution: Solution) -> Outcome:
+        """Return what a solution stands for."""
+        graph = self.graph(one.trial.recompute, wishes)
+        return Outcome(graph, one.pricing, one.links, solution.options, self.optimizer)
 
     def _solve_staged(
         self, one: Waiting, wishes: Wishes, ways: Sequence[Wanted], best_s: float, left_s: float
@@ -180,8 +194,7 @@ class Solving:
 
     def cut(self, trial: Trial, one: Waiting, wishes: Wishes, solution: Solution, ways: Sequence[Wanted]) -> Solved:
         """Return the assignment of a trial cut into stages, run in the fastest of `ways` that fits."""
-        graph = self.graph(trial.recompute, wishes)
-        outcome = Outcome(graph, one.pricing, one.links, solution.options, self.options.optimizer)
+        outcome = self.outcome(one, wishes, solution)
         cut = pipelined(outcome, ways, self.budget)
         if isinstance(cut, NoCut):
             why = (
@@ -209,7 +222,7 @@ class Solving:
     def rough(self, recompute: Recompute, wishes: Wishes) -> Rough:
         """Return the sizes of the program, for estimates."""
         if recompute not in self._rough:
-            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.cluster, self.options.optimizer)
+            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.cluster, self.optimizer)
         return self._rough[recompute]
 
     def require_parts(self, wishes: Wishes) -> None:
@@ -250,6 +263,12 @@ class Solving:
     def _without_plan(self, one: Waiting, solution: Solution) -> Solved:
         solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
         return Solved(one.trial, solution, why_not=WHY_NOT.get(solution.status, solution.status))
+
+
+def _has_short_parameters(graph: Graph) -> bool:
+    """Return whether a trained parameter has fewer than 32 bits an element."""
+    trained = (op.outputs[0] for op in graph.ops if op.kind == "parameter" and op.requires_grad)
+    return any(meta is not None and meta.is_floating and meta.item_bytes < 4 for meta in trained)
 
 
 def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from autopar.api.pipelining import Wanted
+from autopar.api.tokens import by_tokens
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Placement, Shard
@@ -49,6 +50,9 @@ class Wishes:
 
     never: tuple[str, ...] = ()
     """What the plan must do without, of all that can be forbidden."""
+
+    sequence_parallel: bool | None = None
+    """Whether activations are split by tokens along `tp` where it splits no matrix; `None`: as is cheapest."""
 
     resting: Mapping[str, ParameterDecision] = field(default_factory=dict)
     """Where parameters are already and stay, by name; empty where that is open."""
@@ -112,6 +116,8 @@ class Wishes:
             for constraint in self.constraints:
                 if _concerns(constraint, graph, op):
                     left[op.name] = _constrained(constraint, op, candidate, left[op.name])
+        if self.sequence_parallel is not None:
+            left = by_tokens(graph, candidate, left, wanted=self.sequence_parallel)
         if matrices and not split:
             raise nothing_to_split(next(axis.size for axis in candidate if axis.role == "tp"))
         return left
@@ -127,10 +133,6 @@ def read_wishes(options: PlanOptions) -> Wishes:
     for key in _LATER:
         if int(fix.get(key, 1)) > 1:
             raise not_yet(key, fix[key])
-    if fix.get("recompute") == "selective":
-        raise not_yet("recompute", "selective")
-    if "sequence_parallel" in fix:
-        raise not_yet("sequence_parallel", fix["sequence_parallel"])
     roles = ("dp_replicate", "dp_shard", "tp")
     zero = fix.get("zero")
     found = Wishes(
@@ -143,10 +145,15 @@ def read_wishes(options: PlanOptions) -> Wishes:
         schedule=str(fix["schedule"]) if fix.get("schedule", "none") != "none" else None,
         interleave=int(fix["interleave"]) if int(fix.get("interleave", 1)) > 1 else None,
         never=options.forbid,
+        sequence_parallel=False if "sequence_parallel" in options.forbid else _switch(fix.get("sequence_parallel")),
     )
     if found.depth is not None and found.depth > 1:
         found.wanted(found.depth).schedule_for(found.depth)  # what is wrong with the numbers is said now
     return found
+
+
+def _switch(value: object) -> bool | None:
+    return None if value is None else bool(value)
 
 
 def _depth(fix: Mapping[str, object], forbid: Sequence[str]) -> int | None:
@@ -168,7 +175,7 @@ def not_yet(key: str, value: object) -> UsageError:
     """Return the error about a wish that this version cannot grant."""
     return UsageError(
         f"--fix {key}={value}: this version does not plan that (but dp_replicate, dp_shard, tp, zero, microbatch, pp, "
-        f"schedule, interleave, recompute none or full); leave {key} out"
+        f"schedule, interleave, recompute, sequence_parallel); leave {key} out"
     )
 
 

@@ -46,7 +46,7 @@ class _Search:
 
     def run(self) -> None:
         """Fill `fold`."""
-        for container, instances in sorted(_containers(self._graph).items(), key=lambda item: (len(item[0]), item[0])):
+        for container, instances in sorted(layers_of(self._graph).items(), key=lambda item: (len(item[0]), item[0])):
             unfolded = [instances[i] for i in sorted(instances) if instances[i][0].name not in self.fold]
             if len(unfolded) > 1:
                 self._equal_layers(unfolded, len(container) + 1)
@@ -100,8 +100,8 @@ def _module_of(op: Op) -> Path:
     return tuple(op.module.split(".")) if op.module else ()
 
 
-def _containers(graph: Graph) -> dict[Path, dict[int, list[Op]]]:
-    """Return the operators of every child with an integer name, by the path of its parent."""
+def layers_of(graph: Graph) -> dict[Path, dict[int, list[Op]]]:
+    """Return the operators of every child with an integer name (what layers share left out), by its parent's path."""
     found: dict[Path, dict[int, list[Op]]] = {}
     for op in graph.ops:
         path = _module_of(op)

@@ -12,9 +12,11 @@ which cannot be drawn again.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 from torch import fx
 
@@ -28,14 +30,26 @@ _BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
-def recomputed(captured: Captured) -> Captured:
+Way = Literal["full", "whole", "selective", "per_operator"]
+"""What of a block runs again.
+
+full          all of it that backward needs
+whole         all of it to its end, random values drawn again: what reentrant checkpointing does; for prices alone
+selective     the core of attention: scores, and kernels that have them inside (Korthikanti et al. 2022, section 5)
+per_operator  all but attention kernels and every second matrix product (torchtitan's `selective_ac_option: op`)
+"""
+
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default")
+
+
+def recomputed(captured: Captured, way: Way = "full") -> Captured:
     """Return the program in which every block of layers (a child of a module list) is recomputed in backward.
 
     The joint graph is changed in place: `captured` must not be used afterwards.
     """
-    plan = copies_of(captured.graph)
+    plan = copies_of(captured.graph, way)
     _copy_nodes(captured, plan)
-    return dataclasses.replace(captured, graph=recomputed_graph(captured.graph))
+    return dataclasses.replace(captured, graph=recomputed_graph(captured.graph, way))
 
 
 def block_of(op: Op) -> str:
@@ -44,9 +58,10 @@ def block_of(op: Op) -> str:
     return match.group(0) if match else ""
 
 
-def copies_of(graph: Graph) -> dict[str, tuple[str, ...]]:
+def copies_of(graph: Graph, way: Way = "full") -> dict[str, tuple[str, ...]]:
     """Return the forward operators to run again, in order, by the backward operator before which they run."""
-    forward = {op.name: block_of(op) for op in graph.ops if _repeats(op)}
+    chosen = _chosen(graph, way)
+    forward = {op.name: block_of(op) for op in graph.ops if _repeats(op) and op.name in chosen}
     kept = {
         ref.op
         for op in graph.ops
@@ -68,25 +83,87 @@ def copies_of(graph: Graph) -> dict[str, tuple[str, ...]]:
     return {first[block]: tuple(op.name for op in graph.ops if op.name in names) for block, names in wanted.items()}
 
 
-def recomputed_graph(graph: Graph) -> Graph:
+def recomputed_graph(graph: Graph, way: Way = "full") -> Graph:
     """Return the graph with the copies in it; equal layers' copies are as equal as they."""
-    plan = copies_of(graph)
+    plan = copies_of(graph, way)
+    needed = {name for names in plan.values() for name in names}
+    if way == "whole":
+        plan = _to_their_ends(graph, plan)
     again = {name for names in plan.values() for name in names}
+    of_block: dict[str, set[str]] = {}
+    for name in again:
+        of_block.setdefault(block_of(graph.by_name[name]), set()).add(name)
     ops: list[Op] = []
     for op in graph.ops:
-        ops.extend(_renamed(graph.by_name[name], again) for name in plan.get(op.name, ()))
-        ops.append(_reading_copies(op, again) if op.phase == "backward" else op)
+        for name in plan.get(op.name, ()):
+            copied = graph.by_name[name]
+            ops.append(_renamed(copied, of_block[block_of(copied)]))
+        ops.append(_reading_copies(op, needed) if op.phase == "backward" else op)
     fold = dict(graph.fold)
     for name in again:
         rep = graph.representative(name)
-        if rep != name and rep in again:
+        if way == "whole":  # what nobody reads has no layout of its own to decide
+            fold[name + SUFFIX] = rep
+        elif rep != name and rep in again:
             fold[name + SUFFIX] = rep + SUFFIX
+    if way == "whole":
+        return dataclasses.replace(graph, ops=tuple(ops), fold=fold)
     return dataclasses.replace(graph, ops=tuple(ops), fold=_congruent(tuple(ops), fold))
 
 
 def _repeats(op: Op) -> bool:
     """Return whether an operator may run again: a forward call in a block whose values are not drawn at random."""
     return op.kind == "call" and op.phase == "forward" and bool(block_of(op)) and not _is_random(op)
+
+
+def _to_their_ends(graph: Graph, plan: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the plan with every forward call of each block in it."""
+    calls: dict[str, list[str]] = {}
+    for op in graph.ops:
+        if op.kind == "call" and op.phase == "forward" and block_of(op):
+            calls.setdefault(block_of(op), []).append(op.name)
+    return {anchor: tuple(calls[block_of(graph.by_name[names[0]])]) for anchor, names in plan.items()}
+
+
+def _chosen(graph: Graph, way: Way) -> frozenset[str]:
+    """Return the operators that run again if they are needed and may; views always do, they cost nothing."""
+    if way in {"full", "whole"}:
+        return frozenset(op.name for op in graph.ops)
+    if way == "selective":
+        return _attention_core(graph)
+    kept: set[str] = set()
+    seen: dict[str, int] = {}
+    for op in graph.ops:
+        block = block_of(op)
+        if op.target in _PRODUCTS and op.phase == "forward":
+            seen[block] = seen.get(block, 0) + 1
+            if seen[block] % 2 == 0:
+                kept.add(op.name)
+        elif "_scaled_dot_product" in op.target:
+            kept.add(op.name)
+    return frozenset(op.name for op in graph.ops if op.name not in kept)
+
+
+def _attention_core(graph: Graph) -> frozenset[str]:
+    """Return attention's kernels, and what makes scores [..., s, s]: the product, and all of its size that follows."""
+    scores: dict[str, int] = {}
+    for op in graph.ops:
+        if op.kind != "call" or op.phase != "forward":
+            continue
+        size = _size(op)
+        made = op.target == "aten.bmm.default" and op.outputs[0] is not None and _is_square(op.outputs[0].shape)
+        if made or any(scores.get(ref.op, -1) == size for ref in op.refs):
+            scores[op.name] = size
+    return frozenset(scores) | {op.name for op in graph.ops if "_scaled_dot_product" in op.target}
+
+
+def _size(op: Op) -> int:
+    meta = op.outputs[0] if op.outputs else None
+    return math.prod(meta.shape) if meta is not None else 0
+
+
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return len(shape) > 2 and shape[-1] == shape[-2]
 
 
 def _is_random(op: Op) -> bool:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from cost_models.published import Priced
+    from cost_models.validation import Row, Skipped
 
 
 def validate(
@@ -16,12 +21,19 @@ def validate(
 ) -> int:
     """Predict every row of published measurements and report the error.
 
-    Tables of collectives and of achievable matmuls, told apart by their columns. Rows that cannot be priced are named
-    and skipped.
+    Tables of training steps, of collectives and of achievable matmuls, told apart by their columns. Rows that cannot
+    be priced are named and skipped.
     """
     from autopar.report.validation import validation_text
     from cost_models.validation import validate as validated
 
-    document = validated(rows).document()
+    document = validated(rows, _price_steps).document()
     sys.stdout.write(json.dumps(document, indent=1) + "\n" if as_json else validation_text(document))
     return 0
+
+
+def _price_steps(rows: Sequence[Row]) -> Iterable[Priced | Skipped]:
+    """Return rows of training steps, priced; torch is imported for these alone."""
+    from autopar.api.validating import price_steps
+
+    return price_steps(rows)

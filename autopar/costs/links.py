@@ -28,6 +28,8 @@ class Message:
     op: str
     axis: int
     bytes: int
+    flat: bool = False
+    """Whether it is part of a larger one: frameworks flatten a layer's parameters, or gradients, into one buffer."""
 
 
 @dataclass
@@ -38,6 +40,21 @@ class Links:
     sizes: tuple[int, ...]
     time_axes: int = 0
     """How many leading axes are in time: nothing moves along them."""
+
+    sharded: tuple[int, float] = (-1, 0.0)
+    """The axis over which an optimizer is sharded whose parameters are whole; bytes of a parameter over its gradient's.
+
+    Gradients are then scattered, and new parameters gathered, in place of gradients' all-reduce.
+    """
+
+    hides_reductions: bool = False
+    """Whether gradients summed over micro-batches are reduced behind the backward of the last of them."""
+
+    flat_bytes: int = 0
+    """Size of the buffers that parameters and gradients travel in; 0: each travels by itself."""
+
+    hidden_axis: int = -1
+    """The axis whose gathers and scatters run behind the products beside them; -1: none."""
 
     _hops: tuple[tuple[Hop, ...], ...] = field(init=False)
     _known: dict[Message, float] = field(init=False, default_factory=dict)
@@ -68,22 +85,33 @@ class Links:
         """Return the seconds of one collective."""
         if message.axis < self.time_axes:
             return 0.0
+        if message.flat and message.bytes < self.flat_bytes:
+            whole = Message(message.op, message.axis, self.flat_bytes)
+            return self.message_s(whole) * message.bytes / self.flat_bytes
         if message not in self._known:
-            self._known[message] = float(collective_s(message.op, message.bytes, self._hops[message.axis]))
+            spent = float(collective_s(message.op, message.bytes, self._hops[message.axis]))
+            if message.op == "all_reduce" and message.axis == self.sharded[0]:
+                scattered = collective_s("reduce_scatter", message.bytes, self._hops[message.axis])
+                spent = scattered + collective_s(
+                    "all_gather", self.sharded[1] * message.bytes, self._hops[message.axis]
+                )
+            if message.axis == self.hidden_axis and message.op in {"all_gather", "reduce_scatter"}:
+                spent *= 1.0 - self._overlap[message.axis]
+            self._known[message] = spent
         return self._known[message]
 
     def hidden_s(self, message: Message) -> float:
         """Return how many of a collective's seconds computation can run behind."""
         return self._overlap[message.axis] * max(0.0, self.message_s(message) - self._blocking_s[message.axis])
 
-    def step_s(self, step: Step, meta: TensorMeta) -> float:
+    def step_s(self, step: Step, meta: TensorMeta, *, flat: bool = False) -> float:
         """Return the seconds of one reshard step, with the copies it makes beside the wire."""
         moved = step.message_numel(meta.shape, self.sizes) * meta.item_bytes
         if step.kind == "slice":
             return self._copy_s(math.prod(local_shape(meta.shape, step.after, self.sizes)) * meta.item_bytes)
         if step.kind == "mask":
             return self._copy_s(moved)
-        return self.message_s(Message(step.kind, step.axis, moved))
+        return self.message_s(Message(step.kind, step.axis, moved, flat))
 
     def blocking_s(self, axis: int) -> float:
         """Return the seconds of each call along an axis that its issuer spends itself: on a CPU, none on a GPU."""
@@ -103,19 +131,21 @@ class Links:
             return max(0.0, rest - host_s(message.op, message.bytes, hops))
         return self._overlap[message.axis] * max(0.0, rest)
 
-    def route_s(self, before: Layout, after: Layout, meta: TensorMeta, *, hidable: bool = False) -> float:
+    def route_s(
+        self, before: Layout, after: Layout, meta: TensorMeta, *, hidable: bool = False, flat: bool = False
+    ) -> float:
         """Return the seconds to bring a tensor from one layout to another; infinite if no steps lead there.
 
         With `hidable`, only those that computation can run behind; see `hidable_s`.
         """
         if before == after:
             return 0.0
-        key = (before, after, meta, hidable)
+        key = (before, after, meta, hidable, flat)
         if key not in self._routes:
-            self._routes[key] = self._price(before, after, meta, hidable)
+            self._routes[key] = self._price(before, after, meta, hidable, flat)
         return self._routes[key]
 
-    def _price(self, before: Layout, after: Layout, meta: TensorMeta, hidable: bool) -> float:
+    def _price(self, before: Layout, after: Layout, meta: TensorMeta, hidable: bool, flat: bool) -> float:
         if not is_reachable(before, after):
             return UNREACHABLE
         try:
@@ -123,17 +153,19 @@ class Links:
         except NoRouteError:
             return UNREACHABLE
         if not hidable:
-            return sum(self.step_s(step, meta) for step in steps)
-        messages = (self._message(step, meta) for step in steps if step.communicates)
+            return sum(self.step_s(step, meta, flat=flat) for step in steps)
+        messages = (self._message(step, meta, flat=flat) for step in steps if step.communicates)
         return sum(self.hidable_s(message) for message in messages)
 
-    def _message(self, step: Step, meta: TensorMeta) -> Message:
-        return Message(step.kind, step.axis, step.message_numel(meta.shape, self.sizes) * meta.item_bytes)
+    def _message(self, step: Step, meta: TensorMeta, *, flat: bool) -> Message:
+        return Message(step.kind, step.axis, step.message_numel(meta.shape, self.sizes) * meta.item_bytes, flat)
 
-    def route_messages(self, before: Layout, after: Layout, meta: TensorMeta) -> tuple[Message, ...]:
+    def route_messages(
+        self, before: Layout, after: Layout, meta: TensorMeta, *, flat: bool = False
+    ) -> tuple[Message, ...]:
         """Return the collectives on the way from one layout to another, in order."""
         return tuple(
-            self._message(step, meta)
+            self._message(step, meta, flat=flat)
             for step in route(before, after, meta.shape, self.sizes, self.time_axes)
             if step.communicates and step.axis >= self.time_axes
         )

@@ -98,6 +98,12 @@ def gradients_of(graph: Graph) -> frozenset[tuple[str, int]]:
     return frozenset(base[ref.op, ref.index] for ref in found)
 
 
+def gradient_indices(graph: Graph, op: Op) -> tuple[int, ...]:
+    """Return which outputs of an operator are parameters' gradients, or are as memory."""
+    returned = gradients_of(graph)
+    return tuple(index for index in range(len(op.outputs)) if (op.name, index) in returned)
+
+
 def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
     """Return how long values live in a step.
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.costs.fusion import Fused
 from autopar.ir.graph import Op
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.roles import is_view
@@ -73,9 +74,16 @@ _TANH_GELU = 3.5
 
 
 def seconds(
-    op: Op, metas: Sequence[TensorMeta], strategies: Sequence[MeshStrategy], sizes: tuple[int, ...], device: DeviceSpec
+    op: Op,
+    metas: Sequence[TensorMeta],
+    strategies: Sequence[MeshStrategy],
+    sizes: tuple[int, ...],
+    device: DeviceSpec,
+    fused: Fused | None = None,
 ) -> Seconds:
     """Return the seconds of `op` on one device for each strategy; inner collectives are not included.
+
+    `fused`: what of its traffic stays inside a kernel with its neighbours, where the device's software fuses.
 
     Raises:
         CostModelError: the device has no compute rate for the operator's type.
@@ -97,8 +105,24 @@ def seconds(
     moved += split * passes * scores
     elements = np.array([max(map(math.prod, o), default=0) for o in outs], dtype=np.float64)
     work = compute.memory_bound_s(moved, device, _evaluations(op) * elements)
+    if fused is not None and device.fusion:
+        left = np.array([_traffic(op, metas, i, o, fused) for i, o in zip(ins, outs, strict=True)], dtype=np.float64)
+        work = compute.fused_s(moved, left + split * passes * scores, device)
     fresh = _fresh(op, outs, device) + split * made * compute.fresh_s(scores, device)
     return np.asarray(work, dtype=np.float64) + fresh
+
+
+def accumulation_seconds(
+    op: Op, indices: Sequence[int], strategies: Sequence[MeshStrategy], sizes: tuple[int, ...], device: DeviceSpec
+) -> Seconds:
+    """Return the seconds of adding values that `op` makes to their sums over earlier micro-batches, a sum each."""
+    total = np.zeros(len(strategies))
+    for index in indices:
+        meta = op.outputs[index]
+        if meta is not None:
+            held = [math.prod(_local(meta, s.outputs[index], sizes)) * meta.item_bytes for s in strategies]
+            total += compute.accumulate_s(np.array(held, dtype=np.float64), device)
+    return total
 
 
 def _evaluations(op: Op) -> float:
@@ -136,7 +160,7 @@ def _local(meta: TensorMeta | None, layout: Layout | None, sizes: tuple[int, ...
 
 def _compute_dtype(op: Op, metas: Sequence[TensorMeta]) -> str:
     floating = [meta.dtype for meta in metas if meta.is_floating]
-    return floating[-1] if floating else "float32"
+    return floating[0] if floating else "float32"
 
 
 def _products(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[tuple[int, int, int, int]]:
@@ -217,13 +241,22 @@ def _is_causal(op: Op) -> bool:
     return any(arg is True for arg in op.args) or dict(op.kwargs).get("is_causal") is True
 
 
-def _traffic(op: Op, metas: Sequence[TensorMeta], ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
-    """Return the bytes that the operator reads and writes on local shapes."""
-    written = sum(math.prod(shape) * meta.item_bytes for shape, meta in zip(outs, op.outputs, strict=True) if meta)
+def _traffic(
+    op: Op, metas: Sequence[TensorMeta], ins: Sequence[Shape], outs: Sequence[Shape], fused: Fused | None = None
+) -> float:
+    """Return the bytes that the operator reads and writes on local shapes, without what is fused away."""
+    inside = fused.writes if fused is not None else (False,) * len(outs)
+    written = sum(
+        math.prod(shape) * meta.item_bytes
+        for shape, meta, stays in zip(outs, op.outputs, inside, strict=True)
+        if meta and not stays
+    )
     if op.target in _READS_OUTPUT_ONLY:
         return 2.0 * written
     if op.target.startswith(_WRITES_WITHOUT_READING):
         return float(written)
     read = [math.prod(shape) * meta.item_bytes for shape, meta in zip(ins, metas, strict=True)]
+    if fused is not None:
+        return float(written + sum(moved for moved, at_hand in zip(read, fused.reads, strict=True) if not at_hand))
     extra = _EXTRA_PASSES.get(op.target, 0.0) * (read[0] if read else 0)
     return float(sum(read) + written + extra)

@@ -27,15 +27,23 @@ def optimizer_seconds(
 ) -> Floats:
     """Return the seconds of the optimizer step of one parameter for each layout at rest."""
     numels = np.array([local_numel(op, layout, sizes) for layout in layouts if layout is not None], dtype=np.float64)
+    own, ranks = memory.shards_of(optimizer)
+    plain, dtypes = memory.dtypes_of(own, _dtype(op))
+    # Optimizers on master copies are fused kernels over all tensors (Apex, DeepSpeed); torch's own is foreach.
+    how = "fused" if dtypes.master else "foreach"
+    found = compute.optimizer_s(numels / ranks, plain, device, dtypes=dtypes, implementation=how)
     meta = op.outputs[0]
-    temporaries = memory.optimizer_temporaries(optimizer)
-    fresh = compute.fresh_s(numels * (meta.item_bytes if meta is not None else 0), device)
-    return np.asarray(compute.optimizer_s(numels, optimizer, device) + temporaries * fresh, dtype=np.float64)
+    fresh = compute.fresh_s(numels / ranks * (meta.item_bytes if meta is not None else 0), device)
+    return np.asarray(found + memory.optimizer_temporaries(plain) * fresh, dtype=np.float64)
 
 
 def state_bytes(op: Op, layout: Layout, sizes: tuple[int, ...], optimizer: str) -> float:
-    """Return the bytes of the optimizer state of one parameter on one device."""
+    """Return the bytes of the optimizer state of one parameter on one device, a master copy included."""
+    own, ranks = memory.shards_of(optimizer)
+    plain, dtypes = memory.dtypes_of(own, _dtype(op))
+    return float(local_numel(op, layout, sizes) * memory.optimizer_state_bytes(plain, dtypes) / ranks)
+
+
+def _dtype(op: Op) -> str:
     meta = op.outputs[0]
-    dtype = meta.dtype if meta is not None else "float32"
-    per_element = memory.optimizer_state_bytes(optimizer, memory.DtypeOf(parameter=dtype, gradient=dtype, state=dtype))
-    return float(local_numel(op, layout, sizes) * per_element)
+    return meta.dtype if meta is not None else "float32"

@@ -12,9 +12,10 @@ import numpy as np
 
 from autopar.costs import operators
 from autopar.costs.buckets import REDUCTIONS, Clock, runs_of, together
+from autopar.costs.fusion import fused_traffic
 from autopar.costs.issued import Copy, Issued
 from autopar.costs.links import Links, Message
-from autopar.costs.liveness import gradients_of, lives_of_step, local_bytes
+from autopar.costs.liveness import gradient_indices, gradients_of, lives_of_step, local_bytes
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.table import Pricing
 from autopar.costs.timing import pairs, timing
@@ -35,7 +36,7 @@ from autopar.ir.plan import (
     Schedule,
     Stage,
 )
-from autopar.ir.roles import gradient_like, parameter_like
+from autopar.ir.roles import gradient_like, is_view, parameter_like
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 
@@ -68,6 +69,12 @@ class Outcome:
     def seconds(self, rep: str) -> float:
         """Return the seconds of one instance of a representative operator in one micro-batch, collectives left out."""
         return self._operator(self.graph.by_name[rep], 1).predicted_s
+
+    @cached_property
+    def host_limit_s(self) -> float:
+        """Return the seconds that the host takes to issue all operators of a step; 0 where it does not count."""
+        issued = sum(op.kind == "call" and not is_view(op) for op in self.graph.ops)
+        return self.microbatches * issued * self.links.cluster.device.host_s
 
     def layout(self, rep: str, index: int = 0) -> Layout:
         """Return the layout that a value is made in."""
@@ -121,7 +128,10 @@ class Outcome:
     def _operator(self, op: Op, instances: int) -> OperatorDecision:
         graph, strategy = self.graph, self.strategy(op.name)
         metas = tuple(graph.meta(ref) for ref in op.refs)
-        spent = operators.seconds(op, metas, [strategy], self.links.sizes, self.links.cluster.device)
+        device, sizes = self.links.cluster.device, self.links.sizes
+        spent = operators.seconds(op, metas, [strategy], sizes, device, fused_traffic(graph).get(op.name))
+        if self.microbatches > 1 and self.links.flat_bytes:
+            spent = spent + operators.accumulation_seconds(op, gradient_indices(graph, op), [strategy], sizes, device)
         time = None
         if self.microbatches > 1:
             time, strategy = within(strategy, self.microbatches)
@@ -276,18 +286,25 @@ class Outcome:
         end = {name: at + spent[self.graph.representative(name)] for name, at in begin.items()}
         return Clock(begin, end, now, self.microbatches)
 
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step: of the device, or of the host that drives it."""
+        time = timing(self.pricing.table, self.options)
+        return max(time.forward_s + time.backward_s, self.host_limit_s) + time.optimizer_s
+
     def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
         """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""
         table = self.pricing.table
         time = timing(table, self.options)
+        step_s = self.step_s
         compute = self._compute_s()
         memory = self.memory()
         world = prod(self.links.sizes[self.links.time_axes :])
         whole = sum(operators.flops(op, [self.graph.meta(ref) for ref in op.refs]) for op in self.graph.ops)
         peak = self.links.cluster.device.flops_for(dtype)
         return Estimates(
-            step_time_s=time.step_s,
-            mfu=whole / (time.step_s * world * peak) if time.step_s else 0.0,
+            step_time_s=step_s,
+            mfu=whole / (step_s * world * peak) if step_s else 0.0,
             peak_memory_bytes=memory.total,
             memory=memory,
             memory_budget_bytes=budget_bytes,
@@ -395,13 +412,15 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             have = outcome.layout(source, ref.index)
             behind = ref.op in starts or ref.op in ends
             moved = graph.by_name[ref.op].moved
-            messages = links.route_messages(have, need, graph.meta(ref))
+            summed = bool(links.flat_bytes) and ref.op in ends and outcome.microbatches > 1
+            times = 1 if summed else outcome.microbatches
+            messages = links.route_messages(have, need, graph.meta(ref), flat=behind and bool(links.flat_bytes))
             whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts
             backward = bool(messages) and op.phase == "backward"
             readers = _readers(outcome, ref, need, key[3] or None) if backward else ()
             for message in messages:
                 yield Issued(
-                    message, op.phase, source, behind, op.name, outcome.microbatches,
+                    message, op.phase, source, behind and not summed, op.name, times, summed,
                     mergeable=whole, tensor=moved, source=ref, copy=key, readers=readers,
                 )  # fmt: skip
         metas = tuple(graph.meta(ref) for ref in op.refs)
@@ -424,11 +443,12 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
         if have == need or key in done:
             continue
         done.add(key)
-        messages = links.route_messages(have, need, graph.meta(output.ref))
+        flat = output.kind == "gradient" and bool(links.flat_bytes)
+        messages = links.route_messages(have, need, graph.meta(output.ref), flat=flat)
         summed = output.kind == "gradient" and len(messages) == 1 and messages[0].op in REDUCTIONS
         reduced = output.kind == "gradient"
         times = 1 if reduced else outcome.microbatches
-        behind = output.ref.op in ends and not (reduced and outcome.microbatches > 1)
+        behind = (reduced or output.ref.op in ends) and not (reduced and outcome.microbatches > 1)
         named = graph.by_name[output.name] if reduced else graph.by_name[output.ref.op]
         for message in messages:
             yield Issued(

@@ -53,7 +53,9 @@ def sharers(graph: Graph) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]
     shared: dict[Sharing, tuple[Floats, list[tuple[int, int]]]] = {}
     for (name, index, phase), readers in found.items():
         names = tuple(sorted({reader for reader, _ in readers}, key=lambda r: (r.op, r.slot)))
-        category: Category = "prefetch" if name in parameters else "reduction" if name in gradients else "critical"
+        # An operator may make gradients beside other values (a normalisation's backward does): nobody waits for those.
+        leaves = name in gradients or all(reader.op.startswith("gradient:") for reader, _ in readers)
+        category: Category = "prefetch" if name in parameters else "reduction" if leaves else "critical"
         sharing = Sharing(graph.representative(name), index, names, category, phase)
         counts, lives = shared.setdefault(sharing, (np.zeros(segments.total), []))
         places = [position for _, position in readers]

@@ -15,8 +15,9 @@ import numpy as np
 
 from autopar.costs import operators
 from autopar.costs.clusters import Cluster, build
+from autopar.costs.fusion import fused_traffic
 from autopar.costs.links import Links
-from autopar.costs.liveness import CopyLife, Holdings, local_bytes, prefetched
+from autopar.costs.liveness import CopyLife, Holdings, gradient_indices, local_bytes, prefetched
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
@@ -128,9 +129,14 @@ class Builder:
     def _op_seconds(self, op: Op, metas: tuple[TensorMeta, ...], strategies: list[MeshStrategy]) -> Floats:
         if op.kind != "call" or is_view(op):
             return np.zeros(len(strategies))
-        key = (op.target, metas, op.outputs, tuple(id(s) for s in strategies), str(op.args[-4:]))
+        fused = fused_traffic(self.graph).get(op.name)
+        summed = gradient_indices(self.graph, op) if self._microbatches > 1 and self.links.flat_bytes else ()
+        key = (op.target, metas, op.outputs, tuple(id(s) for s in strategies), str(op.args[-4:]), fused, summed)
         if key not in self._seconds:
-            plain = operators.seconds(op, metas, strategies, self.links.sizes, self.links.cluster.device)
+            device, sizes = self.links.cluster.device, self.links.sizes
+            plain = operators.seconds(op, metas, strategies, sizes, device, fused)
+            if summed:
+                plain = plain + operators.accumulation_seconds(op, summed, strategies, sizes, device)
             inner = np.array([self.links.inner_s(op, metas, s) for s in strategies])
             self._seconds[key] = plain + inner
         return self._seconds[key]
@@ -230,14 +236,17 @@ class Builder:
         for node, layouts in needs:
             column = np.array([wanted.index(each) for each in layouts], dtype=np.int64)
             demands.setdefault((node, column.tobytes()), Demand(node, column))
-        price = np.array([[self.links.route_s(a, b, meta) for b in wanted] for a in sources])
+        flat = sharing.category != "critical" and bool(self.links.flat_bytes)
+        price = np.array([[self.links.route_s(a, b, meta, flat=flat) for b in wanted] for a in sources])
         # Gradients of micro-batches are added up before they are reduced: nothing is left to hide behind.
-        apart = sharing.category == "reduction" and self._microbatches > 1
+        apart = sharing.category == "reduction" and self._microbatches > 1 and not self.links.hides_reductions
         alone = sharing.category == "critical" or apart
         times = 1 if sharing.category == "reduction" else self._microbatches
         hidden = np.where(np.isfinite(price), 0.0, price)
         if not alone:
-            hidden = np.array([[self.links.route_s(a, b, meta, hidable=True) for b in wanted] for a in sources])
+            hidden = np.array(
+                [[self.links.route_s(a, b, meta, hidable=True, flat=flat) for b in wanted] for a in sources]
+            )
         held = np.array([[0.0 if a == b else local_bytes(meta, b, self.links.sizes) for b in wanted] for a in sources])
         tail = None
         if sharing.category == "reduction" and self._microbatches == 1:

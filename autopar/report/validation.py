@@ -17,11 +17,17 @@ def validation_text(document: Mapping[str, Any]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    errors = Table("rows of", "rows", "median", "mean", "bias", title=str(document["format"]), title_justify="left")
+    has_memory = document.get("memory_mean_abs_rel_error") is not None
+    names = ["rows of", "rows", "median", "mean", "bias", "rank correlation", *(["memory, mean"] if has_memory else [])]
+    errors = Table(*names, title=str(document["format"]), title_justify="left")
     for column in errors.columns[1:]:
         column.justify = "right"
     for name, each in (*document["parts"].items(), *document["sources"].items(), ("all", document)):
-        errors.add_row(name, str(each["rows"]), *(_percent(each[key], signed) for key, signed in _COLUMNS))
+        cells = [str(each["rows"]), *(_percent(each[key], signed) for key, signed in _COLUMNS)]
+        cells.append(_number(each.get("rank_correlation")))
+        if has_memory:
+            cells.append(_percent(each.get("memory_mean_abs_rel_error")))
+        errors.add_row(name, *cells)
     worst = Table("line", "worst rows", "measured", "predicted", "error")
     for each in document["worst"]:
         seconds = (format_seconds(each[key]) for key in ("measured_s", "predicted_s"))
@@ -39,14 +45,16 @@ _COLUMNS = (("median_abs_rel_error", False), ("mean_abs_rel_error", False), ("bi
 
 def _footer(document: Mapping[str, Any]) -> str:
     lines = []
-    if document["rank_correlation"] is not None:
-        lines.append(f"rank correlation within groups: {document['rank_correlation']:.3f}")
     skipped = document["skipped_rows"]
     lines.append(f"skipped: {len(skipped)}")
     lines += [f"  line {each['line']}: {each['reason']}" for each in skipped[:_SKIPPED_SHOWN]]
     if len(skipped) > _SKIPPED_SHOWN:
         lines.append(f"  and {len(skipped) - _SKIPPED_SHOWN} more (--json lists all)")
     return "\n".join([*lines, ""])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _percent(value: float | None, signed: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from autopar.search.meshes import Candidate, MeshAxis, Role
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "per_operator", "full", "whole"]
 
 DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard")
 """Roles of the axes along which the batch is split."""

@@ -36,6 +36,7 @@ _FILES = {
     "nics": ("fabrics.yaml",),
     "nodes": ("nodes.yaml",),
     "libraries": ("libraries.yaml",),
+    "stacks": ("stacks.yaml",),
 }
 _BYTE_UNITS = frozenset({"B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"})
 
@@ -56,7 +57,7 @@ Entry = Mapping[str, "Figure | Mapping[str, Figure]"]
 
 
 def names(section: str) -> tuple[str, ...]:
-    """Return the names of `section` (devices, nodes, links, nics or libraries) in catalogue order."""
+    """Return the names of `section` (devices, nodes, links, nics, libraries or stacks) in catalogue order."""
     return tuple(_section(section))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.placement import Replicate, Shard
+from autopar.models import zoo
 
 
 class Net(nn.Module):
@@ -146,3 +147,19 @@ def test_a_tensor_degree_that_divides_nothing_is_refused() -> None:
         model, x = Odd(), torch.empty(8, 7)
     with pytest.raises(InfeasibleError, match=r"--fix tp=4: no matrix among the parameters .* divides by 4; choose"):
         autopar.plan(model, "cpu:4", example_inputs=(x,), fix={"tp": 4})
+
+
+@pytest.mark.parametrize(("wanted", "placement"), [(True, Shard(1)), (False, Replicate())])
+def test_sequence_parallelism_decides_where_normalisation_happens(wanted: bool, placement: object) -> None:
+    model, inputs, _ = zoo.build("gpt-tiny", batch=4, seq=32, overrides={})
+
+    found = autopar.plan(model, "cpu:2", example_inputs=inputs, fix={"tp": 2, "sequence_parallel": wanted})
+
+    norms = [op for op in found.decisions.operators.values() if op.target == "aten.native_layer_norm.default"]
+    assert norms
+    assert {op.strategy.outputs[0] for op in norms} == {(placement,)}
+
+
+def test_sequence_parallelism_needs_sequences() -> None:
+    with pytest.raises(UsageError, match="no input of the model has a batch and a sequence dimension"):
+        plan(fix={"tp": 4, "sequence_parallel": True})

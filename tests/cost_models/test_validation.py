@@ -158,7 +158,10 @@ FILES = [
     ("gpu,dtype,achieved\n", "(as achievable matmuls, it lacks best_shape_mxnxk)"),
     ("gpu,gpu\n", "names column 'gpu' twice"),
     ('gpu,dtype\n"open\n', "is no CSV file: unexpected end of data"),
-    ("framework,device,gpus,tp,pp,measured_step_s\n", "pricing rows of training steps is not supported yet"),
+    (
+        "framework,device,gpus,tp,pp,measured_step_s\n",
+        "rows of training steps are priced by the command autopar validate",
+    ),
 ]
 
 

@@ -1,4 +1,8 @@
-"""GPT-2 and GPT-3: learned positions, normalisation before each part, output embedding tied to the input's."""
+"""GPT-2, GPT-3 and kin: normalisation before each part, output embedding tied to the input's.
+
+What later models of the family changed is a setting: rotary positions, no biases, squared ReLU, groups of query heads
+that share a key and a value head, an output embedding of its own (Nemotron-4 has all of these).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from autopar.models.zoo.parts import FeedForward, SelfAttention, token_loss, tokens
+from autopar.models.zoo.parts import FeedForward, SelfAttention, drop, rotary, token_loss, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,14 @@ class GptSettings:
     positions: int = 1024
     dropout: float = 0.0
     tied: bool = True
+    kv_heads: int = 0
+    """Key and value heads; 0: as many as query heads."""
+
+    bias: bool = True
+    squared_relu: bool = False
+    rotary_positions: bool = False
+    fused_attention: bool = True
+    """Whether scores stay inside one kernel (flash attention)."""
 
     default_batch = 8
 
@@ -49,14 +60,27 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = settings.dropout
         self.attention_norm = nn.LayerNorm(settings.hidden)
-        self.attention = SelfAttention(settings.hidden, settings.heads, causal=True)
+        self.attention = SelfAttention(
+            settings.hidden,
+            settings.heads,
+            causal=True,
+            kv_heads=settings.kv_heads,
+            bias=settings.bias,
+            fused=settings.fused_attention,
+            dropout=settings.dropout,
+        )
         self.mlp_norm = nn.LayerNorm(settings.hidden)
-        self.mlp = FeedForward(settings.hidden, settings.intermediate or 4 * settings.hidden)
+        self.mlp = FeedForward(
+            settings.hidden,
+            settings.intermediate or 4 * settings.hidden,
+            bias=settings.bias,
+            squared_relu=settings.squared_relu,
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
-        x = x + functional.dropout(self.attention(self.attention_norm(x)), self.dropout, self.training)
-        return x + functional.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+        x = x + drop(self.attention(self.attention_norm(x), turn), self.dropout, training=self.training)
+        return x + drop(self.mlp(self.mlp_norm(x)), self.dropout, training=self.training)
 
 
 class Gpt(nn.Module):
@@ -66,7 +90,8 @@ class Gpt(nn.Module):
         super().__init__()
         self.dropout = settings.dropout
         self.tokens = nn.Embedding(settings.vocab, settings.hidden)
-        self.positions = nn.Embedding(settings.positions, settings.hidden)
+        self.positions = None if settings.rotary_positions else nn.Embedding(settings.positions, settings.hidden)
+        self.size = settings.hidden // settings.heads
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(settings.hidden)
         self.head = nn.Linear(settings.hidden, settings.vocab, bias=False)
@@ -75,8 +100,13 @@ class Gpt(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of predicting `labels` [b, s] (the next tokens) from `input_ids` [b, s]."""
-        position = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = functional.dropout(self.tokens(input_ids) + self.positions(position), self.dropout, self.training)
+        x, turn = self.tokens(input_ids), None
+        if self.positions is None:
+            cos, sin = rotary(x.shape[1], self.size, 10000.0, x.device)
+            turn = (cos.to(x.dtype), sin.to(x.dtype))
+        else:
+            x = x + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        x = drop(x, self.dropout, training=self.training)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, turn)
         return token_loss(self.head(self.norm(x)), labels)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.models.zoo.parts import token_loss, tokens
+from autopar.models.zoo.parts import attend, rotary, rotate, spread, token_loss, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,9 @@ class LlamaSettings:
     experts_per_token: int = 2
     capacity_factor: float = 1.25
     """Room that each expert has for the tokens of a sequence, over an even share; what exceeds it is dropped."""
+
+    fused_attention: bool = True
+    """Whether scores stay inside one kernel (flash attention)."""
 
     sequence: int = 8192
     """Sequence length where none is asked for; rotary positions set no limit."""
@@ -48,20 +51,6 @@ class LlamaSettings:
         return tokens(self.vocab, batch, seq), tokens(self.vocab, batch, seq)
 
 
-def rotary(seq: int, size: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [s, d] of the rotation of each pair of features at each position."""
-    exponent = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-    angle = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), theta**-exponent)
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return heads [b, h, s, d] rotated by their positions."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 class Attention(nn.Module):
     """Causal attention in which groups of query heads share a key and a value head."""
 
@@ -69,6 +58,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = settings.heads, settings.kv_heads
         self.size = settings.hidden // settings.heads
+        self.fused = settings.fused_attention
         self.q = nn.Linear(settings.hidden, settings.heads * self.size, bias=False)
         self.k = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
         self.v = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
@@ -80,16 +70,9 @@ class Attention(nn.Module):
         q = rotate(self.q(x).view(b, s, self.heads, self.size).transpose(1, 2), cos, sin)
         k = rotate(self.k(x).view(b, s, self.kv_heads, self.size).transpose(1, 2), cos, sin)
         v = self.v(x).view(b, s, self.kv_heads, self.size).transpose(1, 2)
-        y = functional.scaled_dot_product_attention(q, self._spread(k), self._spread(v), is_causal=True)
+        y = attend(q, spread(k, self.heads), spread(v, self.heads), causal=True, fused=self.fused)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, self.heads * self.size))
         return out
-
-    def _spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Return key or value heads, each once for every query head of its group."""
-        if self.heads == self.kv_heads:
-            return x
-        b, h, s, d = x.shape
-        return x[:, :, None].expand(b, h, self.heads // h, s, d).reshape(b, self.heads, s, d)
 
 
 class SwiGlu(nn.Module):

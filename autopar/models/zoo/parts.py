@@ -19,37 +19,112 @@ def tokens(vocab: int, batch: int, seq: int) -> torch.Tensor:
     return torch.zeros(batch, seq, dtype=torch.int64)
 
 
+def rotary(seq: int, size: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines [s, d] of the rotation of each pair of features at each position."""
+    exponent = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+    angle = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), theta**-exponent)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return heads [b, h, s, d] rotated by their positions."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def spread(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return key or value heads [b, h, s, d], each once for every query head of its group."""
+    b, h, s, d = x.shape
+    if h == heads:
+        return x
+    return x[:, :, None].expand(b, h, heads // h, s, d).reshape(b, heads, s, d)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, fused: bool, dropout: float = 0.0
+) -> torch.Tensor:
+    """Return attention of heads [b, h, s, d]; not fused, the scores [b, h, s, s] are made in memory.
+
+    `dropout` is that of the scores, in training, where they are in memory.
+    """
+    if fused:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    s = q.shape[2]
+    scores = torch.matmul(q, k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -1e4)  # as Megatron-LM: fp16 holds no larger one safely
+    return torch.matmul(drop(scores.softmax(dim=-1), dropout, training=True), v)
+
+
+def drop(x: torch.Tensor, probability: float, *, training: bool) -> torch.Tensor:
+    """Return `x` after dropout; the tensor itself, and no copy of it, where nothing is dropped."""
+    return functional.dropout(x, probability, training) if probability else x
+
+
 class SelfAttention(nn.Module):
     """Multi-head attention with one projection for query, key and value.
 
-    The projection's outputs are ordered head by head, so that a contiguous split of them is a split of heads.
+    The projection's outputs are ordered group by group (the query heads that share a key and a value head, then these
+    two), so that a contiguous split of them is a split of heads.
     """
 
-    def __init__(self, hidden: int, heads: int, *, causal: bool) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        *,
+        causal: bool,
+        kv_heads: int = 0,
+        bias: bool = True,
+        fused: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.size = hidden // heads
         self.causal = causal
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
+        self.fused = fused
+        self.dropout = dropout
+        self.qkv = nn.Linear(hidden, (heads + 2 * self.kv_heads) * self.size, bias=bias)
+        self.out = nn.Linear(hidden, hidden, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [b, s, e] for [b, s, e]."""
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return [b, s, e] for [b, s, e]; `turn`: cosines and sines where positions rotate queries and keys."""
         b, s, e = x.shape
-        q, k, v = self.qkv(x).view(b, s, self.heads, 3 * e // self.heads).transpose(1, 2).chunk(3, dim=-1)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        q, k, v = self._heads(self.qkv(x), b, s)
+        if turn is not None:
+            q, k = rotate(q, *turn), rotate(k, *turn)
+        k, v = spread(k, self.heads), spread(v, self.heads)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, causal=self.causal, fused=self.fused, dropout=dropout)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, e))
         return out
 
+    def _heads(self, x: torch.Tensor, b: int, s: int) -> tuple[torch.Tensor, ...]:
+        """Return queries [b, h, s, d], and keys and values of the groups."""
+        if self.kv_heads == self.heads:
+            return x.view(b, s, self.heads, 3 * self.size).transpose(1, 2).chunk(3, dim=-1)
+        shared = self.heads // self.kv_heads
+        groups = x.view(b, s, self.kv_heads, (shared + 2) * self.size).transpose(1, 2)
+        q, k, v = torch.split(groups, [shared * self.size, self.size, self.size], dim=-1)
+        q = q.reshape(b, self.kv_heads, s, shared, self.size).transpose(2, 3).reshape(b, self.heads, s, self.size)
+        return q, k, v
+
 
 class FeedForward(nn.Module):
-    """Two linear layers with GELU between them."""
+    """Two linear layers with an activation between them: GELU, or the square of ReLU."""
 
-    def __init__(self, hidden: int, intermediate: int) -> None:
+    def __init__(self, hidden: int, intermediate: int, *, bias: bool = True, squared_relu: bool = False) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden, intermediate)
-        self.down = nn.Linear(intermediate, hidden)
+        self.up = nn.Linear(hidden, intermediate, bias=bias)
+        self.down = nn.Linear(intermediate, hidden, bias=bias)
+        self.squared_relu = squared_relu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
-        out: torch.Tensor = self.down(functional.gelu(self.up(x), approximate="tanh"))
+        y = self.up(x)
+        y = functional.relu(y).square() if self.squared_relu else functional.gelu(y, approximate="tanh")
+        out: torch.Tensor = self.down(y)
         return out

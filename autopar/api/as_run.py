@@ -1,0 +1,112 @@
+"""A configuration that somebody ran: everything is given, and other software than ours ran it.
+
+What differs from a plan of ours: it did fit; its layers were spread evenly over stages; parameters and gradients
+travelled in flat buffers; an optimizer may be sharded whose parameters are whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+
+from autopar.api.pipelining import pipelined
+from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.wishes import Wishes
+from autopar.costs.links import Links
+from autopar.errors import InfeasibleError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Estimates
+from autopar.ir.stages import units
+from autopar.search.cuts import NoCut
+from autopar.search.ilp import Ilp, Limits, Solution, solve_program
+from autopar.search.trials import Recompute, Trial
+from cost_models.memory import with_shards
+from cost_models.stack import Stack, pytorch
+
+_UNLIMITED = 1 << 60
+
+
+@dataclass
+class AsRun(Solving):
+    """Solving for one trial that leaves nothing open but layouts inside the tensor-parallel group."""
+
+    stack: Stack = field(default_factory=pytorch)
+    sharded_optimizer: bool = False
+    """Whether each rank holds the optimizer's state of a part of its parameters (ZeRO 1 and 2)."""
+
+    replicas: int = 1
+    """Ranks that hold the same parameters."""
+
+    peak_dtype: str = "bfloat16"
+    """The type whose peak MFU refers to."""
+
+    @property
+    def budget(self) -> int:
+        """Return more bytes than any device has."""
+        return _UNLIMITED
+
+    def graph(self, recompute: Recompute, wishes: Wishes) -> Graph:
+        """Return the program as it was given: what is recomputed in it runs again already."""
+        del recompute, wishes
+        return self.program
+
+    def links(self, trial: Trial) -> Links:
+        """Return the prices of moving data as the software does it."""
+        sizes = tuple(axis.size for axis in trial.mesh)
+        tensor = next((place for place, axis in enumerate(trial.mesh) if axis.role == "tp"), -1)
+        return Links(
+            self.cluster,
+            sizes,
+            int(trial.microbatches > 1),
+            sharded=self._sharded(trial),
+            hides_reductions=self.stack.overlaps,
+            hidden_axis=tensor if self.stack.overlaps_tensor else -1,
+            flat_bytes=_block_bytes(self.program, prod(axis.size for axis in trial.mesh if axis.role == "tp")),
+        )
+
+    def _sharded(self, trial: Trial) -> tuple[int, float]:
+        """Return the axis that an optimizer is sharded over, and bytes of a parameter over its gradient's."""
+        axis = next((place for place, each in enumerate(trial.mesh) if each.role == "dp_replicate"), -1)
+        if not self.sharded_optimizer:
+            return -1, 0.0
+        return axis, 0.5 if self.stack.float32_gradients and self.options.precision == "bf16" else 1.0
+
+    @property
+    def optimizer(self) -> str:
+        """Return the optimizer, sharded over the ranks that hold the same parameters if that was asked for."""
+        return with_shards(super().optimizer, self.replicas) if self.sharded_optimizer else super().optimizer
+
+    def estimates(self, trial: Trial, wishes: Wishes) -> Estimates:
+        """Return what is predicted of the trial.
+
+        Raises:
+            InfeasibleError: the program does not admit it.
+            CostModelError: the cluster has no price for something.
+        """
+        links, pricing = self.price(trial, wishes)
+        waiting = Waiting(trial, links, pricing, Ilp(pricing.table), 0.0, 0.0)
+        limits = Limits(_UNLIMITED, self.options.time_limit, self.options.gap, self.options.seed, inf)
+        solution = solve_program(waiting.program, limits)
+        if not solution.options:
+            raise InfeasibleError(f"no layouts found for this configuration: {solution.status}")
+        solved = self._outcome(waiting, wishes, solution)
+        if solved.outcome is None:
+            raise InfeasibleError(solved.why_not)
+        found = solved.outcome.estimates(_UNLIMITED, self.peak_dtype)
+        return found if solved.pipeline is None else solved.pipeline.estimates(found)
+
+    def _outcome(self, one: Waiting, wishes: Wishes, solution: Solution) -> Solved:
+        outcome = self.outcome(one, wishes, solution)
+        if one.trial.depth == 1:
+            return Solved(one.trial, solution, outcome, outcome.step_s)
+        wanted = replace(wishes.wanted(one.trial.depth), even=True)
+        cut = pipelined(outcome, (wanted,), _UNLIMITED)
+        if isinstance(cut, NoCut):
+            return Solved(one.trial, solution, why_not="no cut into stages")
+        return Solved(one.trial, solution, outcome, cut.step_s, pipeline=cut)
+
+
+def _block_bytes(graph: Graph, split: int) -> int:
+    """Return the bytes of one block's parameters on a tensor-parallel rank, the mean over the program's blocks."""
+    trained = [op.outputs[0] for op in graph.ops if op.kind == "parameter" and op.requires_grad]
+    return round(sum(meta.nbytes for meta in trained if meta is not None) / len(units(graph)) / split)

@@ -1,0 +1,204 @@
+"""Published training steps through the normal path: the row's model captured, its degrees fixed, the plan priced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from multiprocessing import get_context
+
+import torch
+
+from autopar.api.as_run import AsRun
+from autopar.api.planning import PEAK_DTYPE
+from autopar.api.wishes import read_wishes
+from autopar.capture import capture
+from autopar.capture.deepen import SHALLOW, deepened
+from autopar.capture.gradients import gradients_in_float32
+from autopar.capture.recompute import recomputed_graph
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Estimates
+from autopar.models.zoo.gpt import GptSettings
+from autopar.models.zoo.llama import LlamaSettings
+from autopar.options import PlanOptions
+from autopar.search.meshes import MeshAxis
+from autopar.search.trials import Recompute, Trial
+from cost_models.device import catalogued_device
+from cost_models.errors import CostModelError
+from cost_models.memory import process_bytes
+from cost_models.published import Priced
+from cost_models.training_rows import Architecture, TrainingRow, read_training_row, training_cluster
+from cost_models.validation import Row, Skipped
+
+_VOCAB_MULTIPLE = 128
+"""Training codes pad the vocabulary to a multiple of this for each tensor-parallel rank (Megatron-LM's default)."""
+
+ProgramKey = tuple[Architecture, int, int, int, str, bool]
+"""Sizes, vocabulary, batch, sequence, precision, and whether gradients are in float32."""
+
+_DROPOUT = 0.1
+"""Of attention's scores and of what layers add, where scores are in memory: the default of GPT codes of that time."""
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TIME_LIMIT_S = 60.0
+_WHOLLY_SHARDED = 3
+"""ZeRO stage at which parameters are sharded at rest."""
+
+
+def price_steps(rows: Sequence[Row], workers: int = 0) -> Iterator[Priced | Skipped]:
+    """Yield every row with the time and memory that its plan is predicted to take, or why it has none.
+
+    Rows of one program follow one another, so that it is captured once; programs are spread over `workers` processes,
+    0: as many as there are processors.
+    """
+    runs: dict[object, list[Row]] = {}
+    found: list[Priced | Skipped] = []
+    for row in rows:
+        try:
+            runs.setdefault(_program_key(read_training_row(row[1])), []).append(row)
+        except CostModelError as error:
+            found.append(Skipped(row[0], str(error)))
+    yield from found
+    workers = min(len(runs), workers or os.cpu_count() or 1)
+    if workers < 2:
+        for run in runs.values():
+            yield from _price_run(run)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for priced in pool.map(_price_run, runs.values()):
+            yield from priced
+
+
+def _price_run(rows: Sequence[Row]) -> list[Priced | Skipped]:
+    return [_price(line, read_training_row(values)) for line, values in rows]
+
+
+def _price(line: int, read: TrainingRow) -> Priced | Skipped:
+    try:
+        found = estimates_of(read)
+    except (AutoparError, CostModelError) as error:
+        return Skipped(line, str(error))
+    tensors = found.peak_memory_bytes - found.memory.reserved
+    return Priced(
+        line=line,
+        label=read.label,
+        source=read.source,
+        group=f"{read.source}|{read.model}|{read.device}|{read.gpus}",
+        part="",
+        measured_s=read.measured_step_s,
+        predicted_s=found.step_time_s,
+        measured_bytes=read.measured_peak_bytes,
+        predicted_bytes=process_bytes(tensors, catalogued_device(read.device)),
+    )
+
+
+def estimates_of(read: TrainingRow) -> Estimates:
+    """Return what is predicted of a row: everything fixed that the row says.
+
+    Raises:
+        AutoparError: the model cannot be captured or the configuration not planned.
+        CostModelError: the cluster cannot be described.
+    """
+    options = PlanOptions.parse(fix=_fixed(read), precision=read.precision, optimizer="adamw", time_limit=_TIME_LIMIT_S)
+    count = read.global_batch // (read.dp * read.micro_batch)
+    axes = [MeshAxis("microbatch", count)] if count > 1 else []
+    axes += [MeshAxis("dp_shard" if read.zero == _WHOLLY_SHARDED else "dp_replicate", read.dp)] if read.dp > 1 else []
+    axes += [MeshAxis("tp", read.tp)] if read.tp > 1 else []
+    way = _recompute(read)
+    trial = Trial(tuple(axes), read.pp, way)
+    graph = _recomputed(_program_key(read), "whole" if way == "full" and read.stack.reruns_all else way)
+    dtype = PEAK_DTYPE[read.precision]
+    solving = AsRun(
+        graph,
+        training_cluster(read),
+        options,
+        stack=read.stack,
+        sharded_optimizer=read.zero in {1, 2},
+        replicas=read.dp,
+        peak_dtype=dtype,
+    )
+    return solving.estimates(trial, read_wishes(options))
+
+
+@lru_cache(maxsize=2)
+def _recomputed(key: ProgramKey, way: Recompute) -> Graph:
+    """Return a program in which what is recomputed runs again; what is known of the graph stays known for all rows."""
+    graph = _graph(*key)
+    return graph if way == "none" else recomputed_graph(graph, way)
+
+
+def _recompute(read: TrainingRow) -> Recompute:
+    match read.recompute:
+        case "selective":
+            return "per_operator" if read.stack.per_operator else "selective"
+        case "full":
+            return "full"
+    return "none"
+
+
+def _fixed(read: TrainingRow) -> dict[str, int | str | bool]:
+    """Return a row's degrees and choices as `--fix` takes them."""
+    sharded = read.zero == _WHOLLY_SHARDED and read.dp > 1
+    fixed: dict[str, int | str | bool] = {
+        "dp_replicate": 1 if sharded else read.dp,
+        "dp_shard": read.dp if sharded else 1,
+        "tp": read.tp,
+        "pp": read.pp,
+        "interleave": read.interleave,
+        "microbatch": read.micro_batch,
+        "recompute": _recompute(read),
+        "zero": read.zero if sharded else 0,
+    }
+    return fixed | ({"sequence_parallel": read.sequence_parallel} if read.tp > 1 else {})
+
+
+def _program_key(read: TrainingRow) -> ProgramKey:
+    """Return what decides a row's program: sizes, vocabulary as padded, batch, sequence, type, whose gradients."""
+    short = read.stack.float32_gradients and read.precision == "bf16"
+    multiple = _VOCAB_MULTIPLE * read.tp
+    vocab = read.architecture.vocab
+    if vocab % (multiple // 2):
+        vocab = -(-vocab // multiple) * multiple
+    return read.architecture, vocab, read.global_batch, read.seq_len, read.precision, short
+
+
+@lru_cache(maxsize=2)
+def _graph(sizes: Architecture, vocab: int, batch: int, seq: int, precision: str, long_gradients: bool) -> Graph:
+    """Return the program of a model whose parameters are of the precision's type, at full depth."""
+    settings = _settings(sizes, vocab, seq, min(sizes.layers, SHALLOW))
+    with torch.device("meta"):
+        model = settings.model().to(_TYPES[precision]).train()
+        inputs = settings.inputs(batch, seq)
+    graph = deepened(capture(model, inputs).graph, sizes.layers)
+    return gradients_in_float32(graph) if long_gradients else graph
+
+
+def _settings(sizes: Architecture, vocab: int, seq: int, layers: int) -> GptSettings | LlamaSettings:
+    if sizes.family == "llama":
+        return LlamaSettings(
+            layers=layers,
+            hidden=sizes.hidden,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            intermediate=sizes.ffn_hidden,
+            vocab=vocab,
+            sequence=seq,
+            fused_attention=sizes.fused_attention,
+        )
+    return GptSettings(
+        layers=layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        intermediate=sizes.ffn_hidden,
+        vocab=vocab,
+        positions=seq,
+        tied=not sizes.is_nemotron,
+        bias=not sizes.is_nemotron,
+        squared_relu=sizes.is_nemotron,
+        rotary_positions=sizes.is_nemotron,
+        fused_attention=sizes.fused_attention,
+        dropout=0.0 if sizes.fused_attention else _DROPOUT,
+    )

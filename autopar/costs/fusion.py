@@ -1,0 +1,71 @@
+"""Which values never reach memory where memory-bound operators in a row are one kernel.
+
+        mm → [bias → gelu → dropout] → mm
+
+What a fusing compiler, or a hand-written kernel, does with a run of operators between two that compute is to read
+what comes from outside once and write what is read outside. A run ends at matrix products, convolutions and
+attention kernels, and where forward ends: what backward reads is in memory. Not modelled: how many operators, or
+which reductions, one kernel can hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.costs.liveness import base_of
+from autopar.ir.graph import Graph, Op, once_per_graph
+from autopar.ir.roles import is_view
+
+_COMPUTES = (
+    "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten._grouped_mm", "aten.convolution",
+    "aten._scaled_dot_product", "aten.embedding", "aten.topk", "aten.sort", "aten.scatter_add",
+)  # fmt: skip
+"""Operators that end a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What of an operator's traffic stays inside its run."""
+
+    reads: tuple[bool, ...]
+    """Of each tensor that it reads: whether it is at hand already."""
+
+    writes: tuple[bool, ...]
+    """Of each output: whether nobody reads it from memory."""
+
+
+@once_per_graph
+def fused_traffic(graph: Graph) -> dict[str, Fused]:
+    """Return what fusion saves of each memory-bound operator."""
+    base = base_of(graph)
+    run: dict[str, tuple[str, int] | None] = {}
+    level: dict[str, int] = {}
+    for op in graph.ops:
+        sources = [base[ref.op, ref.index][0] for ref in op.refs]
+        level[op.name] = max((level[each] + (run[each] is None) for each in sources), default=0)
+        computes = op.kind != "call" or op.target.startswith(_COMPUTES)
+        run[op.name] = None if computes else (op.phase, level[op.name])
+    readers: dict[tuple[str, int], list[Op]] = {}
+    for op in graph.ops:
+        for ref in op.refs:
+            if not is_view(op):
+                readers.setdefault(base[ref.op, ref.index], []).append(op)
+    leaving = {base[o.ref.op, o.ref.index] for o in graph.outputs if o.ref is not None}
+    found: dict[str, Fused] = {}
+    at_hand: set[tuple[object, tuple[str, int]]] = set()
+    for op in graph.ops:
+        mine = run[op.name]
+        if mine is None or is_view(op):
+            continue
+        reads = []
+        for ref in op.refs:
+            value = base[ref.op, ref.index]
+            reads.append(run[value[0]] == mine or (mine, value) in at_hand)
+            at_hand.add((mine, value))
+        writes = tuple(
+            (op.name, index) not in leaving
+            and all(run[reader.name] == mine for reader in readers.get((op.name, index), ()))
+            for index in range(len(op.outputs))
+        )
+        found[op.name] = Fused(tuple(reads), writes)
+    return found

@@ -1,0 +1,210 @@
+"""How far predicted training steps are from published ones, and from those of a source that nothing was fitted to.
+
+    python benchmarks/training_steps.py --write               # results/training_steps.jsonl, tables of docs/accuracy.md
+    python benchmarks/training_steps.py --leave-out SOURCE    # its rows, with what only they could tell left unknown
+    python benchmarks/training_steps.py --tables              # the tables again, from the results as they are
+
+Leave one source out: constants of which that source alone has evidence go back to what is known without any fit; the
+others are what the remaining sources give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import record
+
+from autopar.api.validating import price_steps
+from cost_models import catalog, overlap
+from cost_models.published import Priced
+from cost_models.training_rows import TrainingRow, read_training_row
+from cost_models.validation import Skipped, rank_correlation
+
+DATA = record.ROOT / "benchmarks" / "data" / "training_steps.csv"
+RESULTS = record.RESULTS / "training_steps.jsonl"
+DOCUMENT = record.ROOT / "docs" / "accuracy.md"
+
+WITHOUT: Mapping[str, Mapping[tuple[str, str, str], float]] = {
+    "bloom_prequel_a100": {},
+    "megatron_lm": {},
+    "nvidia_dgxc_benchmarking": {},
+    "vtrain_a100": {
+        ("stacks", "fused", "host"): 15e-6,  # as PyTorch's own operators
+        ("nics", "unnamed", "efficiency"): 0.945,  # as InfiniBand
+    },
+    "llm_foundry_mpt": {
+        ("devices", "a100-sxm-80gb", "early_attention_efficiency"): 0.36,  # between 25 and 40 % of peak (Dao 2023)
+        ("devices", "a100-sxm-40gb", "early_attention_efficiency"): 0.36,
+        ("devices", "h100-sxm-80gb", "early_attention_efficiency"): 0.25,  # as much less as FlashAttention-2 is there
+        ("stacks", "all", "early"): 0.1,  # what megatron_lm alone gives
+        ("overlap", "gpu", ""): 0.85,  # the multiprocessors that NCCL holds
+    },
+}
+"""Constants that only one source tells of, and what they are without it."""
+
+
+def main() -> None:
+    """Price, print as JSON lines and, with `--write`, renew the results and the tables of the document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--leave-out", choices=WITHOUT, metavar="SOURCE")
+    parser.add_argument("--every", type=int, default=1, help="take each N-th row of the source alone")
+    options = parser.parse_args()
+    if not options.tables:
+        price(options.leave_out, options.every, RESULTS if options.write else None)
+    if options.write or options.tables:
+        renew(tables([json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]))
+
+
+def price(left_out: str | None, every: int, results: Path | None) -> None:
+    """Price all rows, or those of a source with the constants that are known without it; keep the lines."""
+    with DATA.open(encoding="utf-8") as file:
+        rows = [(line, row) for line, row in enumerate(csv.DictReader(file), start=2)]
+    if left_out is not None:
+        rows = [row for row in rows if row[1]["source"] == left_out][::every]
+        forget(WITHOUT[left_out])
+    kept = [] if results is None or not results.exists() else results.read_text(encoding="utf-8").splitlines()
+    if results is not None:
+        others = [line for line in kept if json.loads(line).get("left_out") != left_out]
+        results.write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
+    found = price_steps(rows) if left_out is None else price_steps(rows, workers=1)
+    for each in sorted(found, key=lambda each: each.line):
+        record.write(described(each, left_out), results)
+
+
+def forget(constants: Mapping[tuple[str, str, str], float]) -> None:
+    """Put constants in place of those of the catalogue, in this process."""
+    for (section, name, key), value in constants.items():
+        if section == "overlap":
+            overlap.EFFICIENCY[name] = replace(overlap.EFFICIENCY[name], value=value)  # type: ignore[index]
+        else:
+            entry: Any = catalog.entry(section, name)
+            entry[key] = replace(entry[key], value=value)
+
+
+def described(each: Priced | Skipped, left_out: str | None) -> dict[str, Any]:
+    """Return a line of the results."""
+    if isinstance(each, Skipped):
+        return {"line": each.line, "skipped": each.reason, "left_out": left_out}
+    return {
+        "line": each.line,
+        "row": each.label,
+        "source": each.source,
+        "group": each.group,
+        "measured_s": each.measured_s,
+        "predicted_s": each.predicted_s,
+        "measured_bytes": each.measured_bytes,
+        "predicted_bytes": each.predicted_bytes,
+        "left_out": left_out,
+    }
+
+
+def tables(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the tables of the document."""
+    rows = [line for line in lines if "skipped" not in line and line["left_out"] is None]
+    others = [line for line in lines if "skipped" not in line and line["left_out"] is not None]
+    return {
+        "training steps": list(by_source(rows)),
+        "training steps by property": list(by_property(rows)),
+        "worst training steps": list(worst(rows)),
+        "training steps left out": list(by_source(others)),
+    }
+
+
+def by_source(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the errors of each source, then of all."""
+    for name in [*dict.fromkeys(line["source"] for line in lines), "all"]:
+        mine = [line for line in lines if name in ("all", line["source"])]
+        if not mine:
+            continue
+        ranked = rank_correlation([_priced(line) for line in mine])
+        memory = [abs(line["predicted_bytes"] / line["measured_bytes"] - 1) for line in mine if line["measured_bytes"]]
+        yield {
+            "source": name,
+            **_errors(mine),
+            "rank correlation": "" if ranked is None else f"{ranked:.3f}",
+            "memory, mean": f"{mean(memory):.1%}" if memory else "",
+        }
+
+
+def by_property(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the errors of rows that have something in common."""
+    with DATA.open(encoding="utf-8") as file:
+        read = {line: read_training_row(row) for line, row in enumerate(csv.DictReader(file), start=2)}
+    kinds: Mapping[str, Callable[[TrainingRow], bool]] = {
+        "A100, 40 GB": lambda row: row.device == "a100-sxm-40gb",
+        "A100, 80 GB": lambda row: row.device == "a100-sxm-80gb",
+        "H100": lambda row: row.device.startswith("h100"),
+        "parameters sharded": lambda row: row.zero == 3,
+        "tensor parallel in a node": lambda row: 1 < row.tp <= row.gpus_per_node,
+        "tensor parallel over two nodes": lambda row: row.tp > row.gpus_per_node,
+        "pipelines": lambda row: row.pp > 1,
+        "interleaved": lambda row: row.interleave > 1,
+        "nothing recomputed": lambda row: row.recompute == "none",
+        "layers recomputed": lambda row: row.recompute == "full",
+        "16384 tokens a sequence and more": lambda row: row.seq_len >= 16384,
+        "hidden 1024 and 2048, fewer than 64 GPUs": lambda row: row.source == "vtrain_a100" and row.gpus < 64,
+    }
+    for name, belongs in kinds.items():
+        mine = [line for line in lines if belongs(read[line["line"]])]
+        if mine:
+            yield {"rows with": name, **_errors(mine)}
+
+
+def worst(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of largest error."""
+    for line in sorted(lines, key=lambda line: -abs(_error(line)))[:12]:
+        yield {
+            "line": line["line"],
+            "row": line["row"],
+            "measured s": line["measured_s"],
+            "predicted s": line["predicted_s"],
+            "error": f"{_error(line):+.0%}",
+        }
+
+
+def _errors(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    errors = [_error(line) for line in lines]
+    sizes = [abs(error) for error in errors]
+    return {
+        "rows": len(errors),
+        "median": f"{median(sizes):.1%}",
+        "mean": f"{mean(sizes):.1%}",
+        "bias": f"{mean(errors):+.1%}",
+    }
+
+
+def _error(line: Mapping[str, Any]) -> float:
+    return float(line["predicted_s"] / line["measured_s"] - 1)
+
+
+def _priced(line: Mapping[str, Any]) -> Priced:
+    return Priced(line["line"], line["row"], line["source"], line["group"], "", line["measured_s"], line["predicted_s"])
+
+
+def renew(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write the tables between their marks in the document: `<!-- table NAME -->` to `<!-- end -->`."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name, rows in found.items():
+        if not rows:
+            continue
+        marked = f"<!-- table {name} -->\n{record.markdown(rows, list(rows[0]))}<!-- end -->"
+        text, count = re.subn(
+            rf"<!-- table {name} -->\n.*?<!-- end -->", lambda _, new=marked: new, text, flags=re.DOTALL
+        )
+        if count != 1:
+            raise LookupError(f"{DOCUMENT} has {count} places for table {name!r}, not one")
+    DOCUMENT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

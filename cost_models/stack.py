@@ -1,0 +1,85 @@
+"""Execution stacks: what the software that runs a program makes of its operators and its communication.
+
+Kernels: two constants a stack, catalogue `stacks`, and two of all software on all devices. Frameworks differ besides in
+what they do, which are no constants: whether reductions of gradients run behind backward, the type that gradients are
+summed in, what recomputation runs again.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from cost_models import catalog
+from cost_models.device import DeviceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One kind of software."""
+
+    kernels: str
+    """Entry of the catalogue: `eager`, `fused` or `compiled`."""
+
+    float32_gradients: bool
+    """Whether gradients of bf16 parameters are summed and reduced in float32."""
+
+    overlaps: bool
+    """Whether gradients are reduced, and parameters gathered, behind computation where micro-batches come before."""
+
+    overlaps_tensor: bool = False
+    """Whether gathers and scatters of sequence parallelism run behind the products that they feed or empty."""
+
+    reruns_all: bool = True
+    """Whether recomputation runs a whole layer again, or stops at the last value that backward needs."""
+
+    per_operator: bool = False
+    """Whether selective recomputation goes by operator (torchtitan's) instead of repeating attention's core."""
+
+    def on(self, device: DeviceSpec, year: int) -> DeviceSpec:
+        """Return the device as it is in long runs with this software of that year.
+
+        Clocks settle below those of a short benchmark; libraries take time to use a new device well; attention kernels
+        of up to 2023 are the first generation (FlashAttention-2: July 2023).
+        """
+        entry, every = catalog.entry("stacks", self.kernels), catalog.entry("stacks", "all")
+        sustained = catalog.number(every, "sustained")
+        if device.released:
+            early = catalog.number(every, "early") * max(0.0, 1.0 - (year - device.released) / _MATURE_AFTER_YEARS)
+            sustained *= 1.0 - early
+        attention = device.attention_efficiency
+        if year <= _FIRST_ATTENTION_KERNELS and device.early_attention_efficiency:
+            attention = device.early_attention_efficiency
+        return replace(
+            device,
+            host_s=catalog.number(entry, "host"),
+            fusion=catalog.number(entry, "fusion"),
+            matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()},
+            default_matmul_efficiency=sustained * device.default_matmul_efficiency,
+            attention_efficiency=attention,
+        )
+
+
+_MATURE_AFTER_YEARS = 2.0
+_FIRST_ATTENTION_KERNELS = 2023
+
+
+_FRAMEWORKS = (
+    (
+        r"megatron-core|nemo|transformer.?engine",
+        Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True),
+    ),
+    (r"deepspeed", Stack("fused", float32_gradients=False, overlaps=False)),
+    (r"megatron", Stack("fused", float32_gradients=True, overlaps=False)),
+    (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
+)
+"""What a framework's name contains, the more specific first."""
+
+
+def pytorch() -> Stack:
+    """Return PyTorch's own operators, sharded by FSDP or DDP."""
+    return Stack("eager", float32_gradients=False, overlaps=True)
+
+
+def stack_of(framework: str, compiled: bool) -> Stack:
+    """Return the stack of a framework, given whether torch.compile ran; PyTorch's own where the name says nothing."""
+    found = next((each for pattern, each in _FRAMEWORKS if re.search(pattern, framework.lower())), pytorch())
+    return replace(found, kernels="compiled") if compiled else found

@@ -1,0 +1,215 @@
+"""Published training steps: one row of a table to the configuration that was measured.
+
+A row is read as it was published; what it does not say, or says in a way that cannot be, is an error that names the
+column. Columns: benchmarks/data/README.md.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cost_models import catalog
+from cost_models.cluster import ClusterSpec
+from cost_models.cluster_file import shorthand_node
+from cost_models.errors import CostModelError
+from cost_models.node import LinkSpec, NodeGroup, catalogued_link
+from cost_models.stack import Stack, stack_of
+
+_GB, _GBIT = 1e9, 1e9 / 8
+_FABRICS = (
+    (r"omni-?path", "omni-path-100g"),
+    (r"\befa\b", "efa-3200g"),
+    (r"roce|ethernet", "roce"),
+    (r"infiniband", "8x400g-ib-ndr"),
+    (r"", "unnamed"),
+)
+"""What a note calls a fabric, to the adapter whose efficiency and latency it has."""
+
+_RECOMPUTE = ("none", "selective", "full")
+_PRECISIONS = ("fp32", "bf16", "fp16")
+_FAMILIES = ("gpt", "llama")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes of a model."""
+
+    family: str
+    """`gpt` or `llama`, see the data's README."""
+
+    is_nemotron: bool
+    """Of the GPT family: squared ReLU, rotary positions, no biases, an output embedding of its own."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn_hidden: int
+    vocab: int
+    fused_attention: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRow:
+    """One configuration that somebody ran, and what it took."""
+
+    id: str
+    source: str
+    model: str
+    architecture: Architecture
+    stack: Stack
+    year: int
+    device: str
+    gpus: int
+    gpus_per_node: int
+    link_bytes_per_s: float
+    nic_bytes_per_s: float
+    fabric: str
+    seq_len: int
+    precision: str
+    dp: int
+    tp: int
+    pp: int
+    interleave: int
+    sequence_parallel: bool
+    zero: int
+    micro_batch: int
+    global_batch: int
+    recompute: str
+    measured_step_s: float
+    measured_peak_bytes: float | None
+
+    @property
+    def label(self) -> str:
+        """Return how a report names the row."""
+        degrees = f"dp {self.dp} tp {self.tp} pp {self.pp}" + (f"x{self.interleave}" if self.interleave > 1 else "")
+        batch = f"batch {self.micro_batch}/{self.global_batch} x {self.seq_len}"
+        more = f"zero {self.zero}, recompute {self.recompute}"
+        return f"{self.id}: {self.model} on {self.gpus} {self.device}, {degrees}, {batch}, {more}"
+
+
+def read_training_row(row: Mapping[str, str]) -> TrainingRow:
+    """Return what a row of `training_steps.csv` says.
+
+    Raises `CostModelError` for what the row does not say, what cannot be, and devices that the catalogue does not know.
+    """
+    device = _text(row, "device")
+    catalog.entry("devices", device)
+    architecture = _architecture(row)
+    read = TrainingRow(
+        id=_text(row, "id"),
+        source=_text(row, "source"),
+        model=_text(row, "model"),
+        architecture=architecture,
+        stack=stack_of(_text(row, "framework"), row.get("compiled", "") == "yes"),
+        year=_count(row, "year"),
+        device=device,
+        gpus=_count(row, "gpus"),
+        gpus_per_node=_count(row, "gpus_per_node"),
+        link_bytes_per_s=_number(row, "intra_node_GB_per_s_per_gpu") * _GB,
+        nic_bytes_per_s=_number(row, "inter_node_Gbit_per_s_per_node") * _GBIT,
+        fabric=row.get("fabric_note", ""),
+        seq_len=_count(row, "seq_len"),
+        precision=_choice(row, "precision", _PRECISIONS),
+        dp=_count(row, "dp"),
+        tp=_count(row, "tp"),
+        pp=_count(row, "pp"),
+        interleave=_count(row, "interleave"),
+        sequence_parallel=_choice(row, "sequence_parallel", ("yes", "no")) == "yes",
+        zero=int(_choice(row, "zero", ("0", "1", "2", "3"))),
+        micro_batch=_count(row, "micro_batch"),
+        global_batch=_count(row, "global_batch"),
+        recompute=_choice(row, "recompute", _RECOMPUTE),
+        measured_step_s=_positive(row, "measured_step_s"),
+        measured_peak_bytes=_positive(row, "measured_peak_gib") * 2**30 if row.get("measured_peak_gib") else None,
+    )
+    _check(read)
+    return read
+
+
+def training_cluster(read: TrainingRow) -> ClusterSpec:
+    """Return the row's machines, their devices with the software that ran on them."""
+    per_node = min(read.gpus, read.gpus_per_node)
+    node = shorthand_node(read.device, per_node)
+    device = read.stack.on(node.device, read.year)
+    links = node.links and replace(node.links, bytes_per_s=read.link_bytes_per_s or node.links.bytes_per_s)
+    nic = replace(_adapter(read), bytes_per_s=read.nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
+    node = replace(node, device=device, links=links, nic=nic)
+    return ClusterSpec(read.id, (NodeGroup(node, read.gpus // per_node),))
+
+
+def _adapter(read: TrainingRow) -> LinkSpec:
+    name = next(name for pattern, name in _FABRICS if re.search(pattern, read.fabric, re.IGNORECASE))
+    return catalogued_link("nics", name)
+
+
+def _architecture(row: Mapping[str, str]) -> Architecture:
+    return Architecture(
+        family=_choice(row, "family", _FAMILIES),
+        is_nemotron="nemotron" in row.get("model", "").lower(),
+        layers=_count(row, "layers"),
+        hidden=_count(row, "hidden"),
+        heads=_count(row, "heads"),
+        kv_heads=_count(row, "kv_heads"),
+        ffn_hidden=_count(row, "ffn_hidden"),
+        vocab=_count(row, "vocab"),
+        fused_attention=_choice(row, "attention", ("flash", "unfused")) == "flash",
+    )
+
+
+def _check(read: TrainingRow) -> None:
+    sizes = read.architecture
+    if read.dp * read.tp * read.pp != read.gpus:
+        raise CostModelError(f"dp {read.dp} x tp {read.tp} x pp {read.pp} is not the {read.gpus} GPUs")
+    if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node:
+        raise CostModelError(f"{read.gpus} GPUs do not fill nodes of {read.gpus_per_node}")
+    if read.gpus > read.gpus_per_node and not read.nic_bytes_per_s:
+        raise CostModelError(
+            f"{read.gpus} GPUs on nodes of {read.gpus_per_node}, and no inter_node_Gbit_per_s_per_node"
+        )
+    if read.global_batch % (read.dp * read.micro_batch):
+        raise CostModelError(
+            f"a batch of {read.global_batch} does not divide into micro-batches of {read.micro_batch} on {read.dp} GPUs"
+        )
+    if sizes.hidden % sizes.heads or sizes.heads % sizes.kv_heads:
+        raise CostModelError(f"hidden {sizes.hidden}, heads {sizes.heads} and kv_heads {sizes.kv_heads} do not divide")
+    if read.interleave > 1 and read.pp == 1:
+        raise CostModelError(f"interleave is {read.interleave} without pipeline stages")
+
+
+def _text(row: Mapping[str, str], column: str) -> str:
+    found = (row.get(column) or "").strip()
+    if not found:
+        raise CostModelError(f"{column} is missing")
+    return found
+
+
+def _choice(row: Mapping[str, str], column: str, known: tuple[str, ...]) -> str:
+    found = _text(row, column)
+    if found not in known:
+        raise CostModelError(f"{column} is {found!r}, not one of {', '.join(known)}")
+    return found
+
+
+def _number(row: Mapping[str, str], column: str) -> float:
+    try:
+        value = float(_text(row, column))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise CostModelError(f"{column} is {row[column]!r}, not a number of at least 0")
+    return value
+
+
+def _positive(row: Mapping[str, str], column: str) -> float:
+    value = _number(row, column)
+    if not value:
+        raise CostModelError(f"{column} is {row[column]!r}, not a number above 0")
+    return value
+
+
+def _count(row: Mapping[str, str], column: str) -> int:
+    value = _positive(row, column)
+    if value != int(value):
+        raise CostModelError(f"{column} is {row[column]!r}, not a whole number")
+    return int(value)

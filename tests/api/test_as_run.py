@@ -1,0 +1,69 @@
+"""What others ran is priced through the planner's own path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from autopar.api import validating
+from autopar.api.validating import estimates_of, price_steps
+from autopar.ir.plan import Estimates
+from cost_models.training_rows import read_training_row
+from cost_models.validation import Skipped
+from tests.support.training_row import ROW
+
+SMALL = {
+    **ROW, "hidden": "256", "heads": "4", "kv_heads": "4", "ffn_hidden": "1024", "vocab": "1024", "seq_len": "128",
+    "gpus": "8", "layers": "6",
+}  # fmt: skip
+WAYS: dict[str, Mapping[str, str]] = {
+    "tensor": {"dp": "4", "tp": "2", "pp": "1"},
+    "sequence": {"dp": "4", "tp": "2", "pp": "1", "sequence_parallel": "yes", "recompute": "selective"},
+    "stages": {"dp": "2", "tp": "2", "pp": "2", "zero": "1"},
+    "sharded": {"dp": "8", "tp": "1", "pp": "1", "zero": "3", "framework": "fsdp", "attention": "flash"},
+    "llama": {"dp": "4", "tp": "2", "pp": "1", "family": "llama", "attention": "flash", "framework": "torchtitan"},
+}
+
+
+def _priced(**change: str) -> Estimates:
+    return estimates_of(read_training_row({**SMALL, **change}))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_few_layers_repeated_cost_what_all_of_them_captured_cost(way: str, monkeypatch: pytest.MonkeyPatch):
+    repeated = _priced(**WAYS[way])
+    validating._graph.cache_clear()
+    validating._recomputed.cache_clear()
+    monkeypatch.setattr(validating, "SHALLOW", 6)
+
+    captured = _priced(**WAYS[way])
+
+    assert repeated.step_time_s == pytest.approx(captured.step_time_s, rel=1e-9)
+    assert repeated.peak_memory_bytes == captured.peak_memory_bytes
+    validating._graph.cache_clear()
+    validating._recomputed.cache_clear()
+
+
+def test_recomputation_takes_time_and_saves_memory():
+    none, full = (_priced(dp="8", tp="1", pp="1", recompute=way) for way in ("none", "full"))
+
+    assert none.step_time_s < full.step_time_s
+    assert none.peak_memory_bytes > full.peak_memory_bytes
+
+
+def test_a_sharded_optimizer_needs_less_memory_than_a_whole_one():
+    whole, sharded = (_priced(dp="8", tp="1", pp="1", zero=zero) for zero in ("0", "1"))
+
+    assert sharded.memory.optimizer == pytest.approx(whole.memory.optimizer / 8, rel=0.01)
+    assert sharded.memory.parameters == whole.memory.parameters
+
+
+def test_rows_that_cannot_be_priced_are_named_and_skipped():
+    rows = [(2, {**SMALL, **WAYS["tensor"]}), (3, {**SMALL, "dp": "3"}), (4, {"id": "x"})]
+
+    found = sorted(price_steps(rows), key=lambda each: each.line)
+
+    assert [type(each) is Skipped for each in found] == [False, True, True]
+    assert isinstance(found[1], Skipped)
+    assert found[1].reason == "dp 3 x tp 8 x pp 2 is not the 8 GPUs"

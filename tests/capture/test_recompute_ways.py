@@ -1,0 +1,58 @@
+"""What of a block runs again in backward, by the way of recomputation."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.capture import capture
+from autopar.capture.recompute import SUFFIX, block_of, recomputed_graph
+from autopar.ir.graph import Graph
+from autopar.models.zoo.gpt import GptSettings
+
+
+def _graph(*, fused: bool) -> Graph:
+    settings = GptSettings(layers=3, hidden=64, heads=8, vocab=128, positions=32, fused_attention=fused)
+    with torch.device("meta"):
+        model, inputs = settings.model(), settings.inputs(2, 16)
+    return capture(model.train(), inputs).graph
+
+
+def _again(graph: Graph) -> list[str]:
+    block = [op for op in graph.ops if op.name.endswith(SUFFIX) and block_of(op) == "blocks.1"]
+    return [op.target.removeprefix("aten.").partition(".")[0] for op in block]
+
+
+def test_selective_recomputation_repeats_the_scores_where_they_are_in_memory() -> None:
+    found = _again(recomputed_graph(_graph(fused=False), "selective"))
+
+    assert found.count("bmm") == 1
+    assert "_softmax" in found
+    assert "addmm" not in found
+
+
+def test_selective_recomputation_repeats_the_kernel_where_scores_are_inside() -> None:
+    found = _again(recomputed_graph(_graph(fused=True), "selective"))
+
+    assert found == ["_scaled_dot_product_flash_attention_for_cpu"]
+
+
+def test_recomputation_by_operator_keeps_attention_and_every_second_product() -> None:
+    found = _again(recomputed_graph(_graph(fused=True), "per_operator"))
+
+    assert "_scaled_dot_product_flash_attention_for_cpu" not in found
+    assert found.count("addmm") == 2
+    assert "native_layer_norm" in found
+
+
+def test_recomputation_to_the_end_repeats_every_call_of_a_block() -> None:
+    graph = _graph(fused=True)
+    calls = [op for op in graph.ops if op.kind == "call" and op.phase == "forward" and block_of(op) == "blocks.1"]
+
+    again = recomputed_graph(graph, "whole")
+
+    assert len(_again(again)) == len(calls)
+    assert len(_again(recomputed_graph(graph, "full"))) < len(calls)
+    seen: set[str] = set()
+    for op in again.ops:
+        assert all(ref.op in seen for ref in op.refs)
+        seen.add(op.name)

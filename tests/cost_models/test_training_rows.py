@@ -1,0 +1,72 @@
+"""A published training step is read as it is, or refused with the column that is wrong."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from cost_models.device import catalogued_device
+from cost_models.errors import CostModelError
+from cost_models.stack import stack_of
+from cost_models.training_rows import read_training_row, training_cluster
+from tests.support.training_row import ROW
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "training_steps.csv"
+
+WRONG = [
+    ({"layers": ""}, "layers is missing"),
+    ({"device": "h1000"}, "unknown device preset 'h1000'"),
+    ({"dp": "5"}, "dp 5 x tp 8 x pp 2 is not the 64 GPUs"),
+    ({"hidden": "1024.5"}, "hidden is '1024.5', not a whole number"),
+    ({"measured_step_s": "0"}, "measured_step_s is '0', not a number above 0"),
+    ({"precision": "fp8"}, "precision is 'fp8', not one of fp32, bf16, fp16"),
+    ({"global_batch": "30"}, "a batch of 30 does not divide into micro-batches of 1 on 4 GPUs"),
+    ({"gpus_per_node": "48"}, "64 GPUs do not fill nodes of 48"),
+    ({"inter_node_Gbit_per_s_per_node": "0"}, "no inter_node_Gbit_per_s_per_node"),
+    ({"kv_heads": "3"}, "heads 16 and kv_heads 3 do not divide"),
+    ({"pp": "1", "dp": "8", "interleave": "2"}, "interleave is 2 without pipeline stages"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_row_that_cannot_be_says_why(change: dict[str, str], message: str):
+    with pytest.raises(CostModelError) as caught:
+        read_training_row({**ROW, **change})
+
+    assert message in str(caught.value)
+
+
+def test_a_column_that_is_not_there_is_missing():
+    with pytest.raises(CostModelError, match="vocab is missing"):
+        read_training_row({key: value for key, value in ROW.items() if key != "vocab"})
+
+
+def test_all_published_rows_can_be_read():
+    with DATA.open(encoding="utf-8") as file:
+        rows = [read_training_row(row) for row in csv.DictReader(file)]
+
+    assert len(rows) == 262
+    assert sum(row.measured_peak_bytes is not None for row in rows) > 10
+
+
+def test_the_rows_machines_have_its_bandwidths():
+    cluster = training_cluster(read_training_row(ROW))
+
+    assert (cluster.node_count, cluster.devices_per_node) == (8, 8)
+    assert [level.bytes_per_s for level in cluster.levels] == [300e9, 200e9]
+
+
+def test_a_framework_that_nobody_knows_is_pytorchs_own():
+    assert stack_of("something new", compiled=False).kernels == "eager"
+    assert stack_of("something new", compiled=True).kernels == "compiled"
+    assert stack_of("megatron-core+te", compiled=False).overlaps_tensor
+
+
+def test_software_of_the_year_a_device_came_out_is_slower_on_it():
+    device = catalogued_device("h100-sxm-80gb")
+    stack = stack_of("fsdp", compiled=False)
+    rates = [stack.on(device, year).matmul_efficiency_for("bf16") for year in (2023, 2024, 2025, 2030)]
+
+    assert rates[0] < rates[1] < rates[2] == rates[3] < device.matmul_efficiency_for("bf16")
