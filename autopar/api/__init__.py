@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autopar.api.planning import Planner, Program
 from autopar.capture import Captured, capture
-from autopar.errors import UsageError
+from autopar.capture.deepen import deepened
+from autopar.errors import CaptureError, UsageError
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
+
+if TYPE_CHECKING:
+    from autopar.models.shallow import Shallow
 
 __all__ = ["compile", "input_part", "plan", "plan_captured", "plan_reference", "read_cluster"]
 
@@ -47,7 +52,7 @@ def plan(
     told = progress or Silent()
     told.phase("capture")
     captured = captured_for(model, example_inputs, parsed.precision)
-    _check_batch(captured, parsed)
+    _check_batch(captured.graph, parsed)
     return plan_captured(captured, type(model).__name__, spec, parsed, told)
 
 
@@ -59,9 +64,17 @@ def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Pro
     progress.phase("model")
     found = resolve(model, batch=options.batch, seq=options.seq, overrides=dict(options.set))
     progress.phase("capture")
-    captured = captured_for(found.model, found.example_inputs, options.precision)
-    _check_batch(captured, options)
-    return plan_captured(captured, found.name, spec, options, progress, tokens_per_step=found.tokens_per_step)
+    graph = program_of(found.model, found.shallow, found.example_inputs, options.precision)
+    _check_batch(graph, options)
+    return plan_program(graph, found.name, spec, options, progress, tokens_per_step=found.tokens_per_step)
+
+
+def program_of(model: torch.nn.Module, shallow: Shallow | None, example_inputs: Any, precision: str) -> Graph:
+    """Return the program of a model, if it can be by repeating a layer of one that is as it is but has few of them."""
+    if shallow is not None:
+        with suppress(CaptureError):  # its layers are equal, what they compute is not: the whole model is captured
+            return deepened(captured_for(shallow.model, example_inputs, precision).graph, shallow.rows)
+    return captured_for(model, example_inputs, precision).graph
 
 
 def captured_for(model: torch.nn.Module, example_inputs: Any, precision: str, **how: bool) -> Captured:
@@ -80,7 +93,20 @@ def plan_captured(
     tokens_per_step: int | None = None,
 ) -> Plan:
     """Return the best plan for a captured program."""
-    program = Program(captured.graph, name, torch.__version__.partition("+")[0], tokens_per_step)
+    return plan_program(captured.graph, name, cluster, options, progress, tokens_per_step=tokens_per_step)
+
+
+def plan_program(
+    graph: Graph,
+    name: str,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    progress: Progress,
+    *,
+    tokens_per_step: int | None = None,
+) -> Plan:
+    """Return the best plan for a program."""
+    program = Program(graph, name, torch.__version__.partition("+")[0], tokens_per_step)
     return Planner(program, cluster, options, progress).plan()
 
 
@@ -113,8 +139,8 @@ def _precision(precision: str) -> Iterator[None]:
         yield
 
 
-def _check_batch(captured: Captured, options: PlanOptions) -> None:
-    batch = captured.graph.batch_size
+def _check_batch(graph: Graph, options: PlanOptions) -> None:
+    batch = graph.batch_size
     if options.batch is not None and batch and options.batch != batch:
         raise UsageError(
             f"the example inputs have a batch of {batch}, but batch={options.batch} was asked for; give example "

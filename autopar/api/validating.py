@@ -9,6 +9,7 @@ from functools import lru_cache
 from multiprocessing import get_context
 
 import torch
+from torch import nn
 
 from autopar.api.as_run import AsRun
 from autopar.api.planning import PEAK_DTYPE
@@ -171,7 +172,9 @@ def _graph(sizes: Architecture, vocab: int, batch: int, seq: int, precision: str
     with torch.device("meta"):
         model = settings.model().to(_TYPES[precision]).train()
         inputs = settings.inputs(batch, seq)
-    graph = deepened(capture(model, inputs).graph, sizes.layers)
+    captured = capture(model, inputs).graph
+    row = next(path for path, each in model.named_modules() if isinstance(each, nn.ModuleList))
+    graph = deepened(captured, {row: sizes.layers}) if sizes.layers > SHALLOW else captured
     return gradients_in_float32(graph) if long_gradients else graph
 
 

@@ -17,6 +17,7 @@ from autopar.capture.fake import FakeModel
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
 from autopar.capture.masks import simplify_masks
 from autopar.capture.merge import merge_equal_views
+from autopar.capture.naming import names_in_order, rename_nodes, renamed_ops, renamed_outputs
 from autopar.capture.origin import user_line
 from autopar.capture.trace import PREFIX, Traced, trace
 from autopar.errors import AutoparError, CaptureError
@@ -77,7 +78,6 @@ def _assemble(
     name: str, fake: FakeModel, call: CallSpec, traced: Traced, *, training: bool, with_backward: bool
 ) -> Captured:
     joint = traced.joint
-    joint.graph.set_codegen(fx.graph.CodeGen())
     simplify_masks(joint)
     merge_equal_views(joint)
     names = Names(
@@ -97,11 +97,15 @@ def _assemble(
     }
     outputs = tidy_outputs(joint, names, given, with_backward=with_backward)
     ops = lower(joint, names, placeholders, outputs)
+    called = names_in_order(ops)
+    rename_nodes(joint, called)
+    ops, outputs = renamed_ops(ops, called), renamed_outputs(outputs, called)
+    placeholders = tuple(replace(each, name=called[each.name]) for each in placeholders)
     joint.graph.lint()
     joint.recompile()
     constants = {
         each.name: traced.loose[node.meta["desc"].target].value.detach()
-        for each, node in zip(placeholders, nodes, strict=True)
+        for each, node in zip(placeholders, joint.graph.find_nodes(op="placeholder"), strict=True)
         if each.kind == "constant"
     }
     for node in joint.graph.find_nodes(op="get_attr"):

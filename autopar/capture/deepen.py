@@ -11,9 +11,10 @@ one with a neighbour on both sides, so that the copies read what it reads, each 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.capture.blocks import Path, layers_of
+from autopar.capture.naming import names_in_order, renamed_ops, renamed_outputs
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Graph, Op, Output, Ref
 
@@ -24,16 +25,28 @@ SHALLOW = 3
 """Layers of a capture that can be made deeper: one at each border, and one between them."""
 
 
-def deepened(graph: Graph, layers: int) -> Graph:
-    """Return the graph with `layers` layers in each row of layers that it was captured with fewer of.
+def deepened(graph: Graph, rows: Mapping[str, int]) -> Graph:
+    """Return the graph with as many layers in each row as `rows` says, by the path of the row's module.
+
+    It is equal to the graph of the deep model, names included.
 
     Raises:
         CaptureError: a row has no layer with an equal one on both sides, or something reads from the midst of it.
     """
-    for container, row in layers_of(graph).items():
-        if SHALLOW <= len(row) < layers:
+    for path, layers in rows.items():
+        container = tuple(path.split("."))
+        row = layers_of(graph).get(container, {})
+        if len(row) != SHALLOW:
+            raise _not_equal(path)
+        if layers > SHALLOW:
             graph = _Row(graph, container, [row[index] for index in sorted(row)], layers).repeated()
-    return graph
+    names = names_in_order(graph.ops)
+    return dataclasses.replace(
+        graph,
+        ops=tuple(renamed_ops(graph.ops, names)),
+        outputs=tuple(renamed_outputs(graph.outputs, names)),
+        fold={names[one]: names[other] for one, other in graph.fold.items()},
+    )
 
 
 class _Row:
@@ -46,7 +59,8 @@ class _Row:
         self._row = row
         self._at = {op.name: (layer, place) for layer, ops in enumerate(row) for place, op in enumerate(ops)}
         kinds = [[graph.representative(op.name) for op in ops] for ops in row[:SHALLOW]]
-        if any(kind != kinds[0] for kind in kinds):
+        # The graph does not say what value a constant has: those of two layers may differ.
+        if any(kind != kinds[0] for kind in kinds) or any(op.kind == "constant" for op in row[1]):
             raise _not_equal(self._prefix)
 
     def repeated(self) -> Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, UsageError
 from autopar.models import hf, zoo
+from autopar.models.shallow import FEW, WORTH, Shallow, shallow
 from autopar.suggest import did_you_mean
 
 _FORMS = "path/to/file.py:factory, package.module:factory, zoo:NAME, or hf:MODEL_TYPE"
@@ -35,6 +37,9 @@ class ModelRef:
 
     tokens_per_step: int | None
     """Tokens of the global batch, where the model reads tokens."""
+
+    shallow: Shallow | None = None
+    """A model with few layers that stands for this one in planning."""
 
 
 def resolve(
@@ -59,7 +64,13 @@ def resolve(
             raise UsageError(f"{name} {value} is no positive number")
     if head == "zoo":
         model, inputs, tokens = zoo.build(tail, batch=batch, seq=seq, overrides=settings)
-        return ModelRef(reference, model, inputs, tokens)
+        few = zoo.settings_of(tail, settings)
+        layers = getattr(few, "layers", 0)
+        alike = None
+        if layers >= WORTH:
+            less, _, _ = zoo.build(tail, batch=batch, seq=seq, overrides={**settings, "layers": str(FEW)})
+            alike = shallow(model, less)
+        return ModelRef(reference, model, inputs, tokens, alike)
     if head == "hf":
         return _hf(reference, tail, batch, seq, settings)
     return _factory(reference, head, tail, {"batch": batch, "seq": seq}, settings)
@@ -80,8 +91,26 @@ def _hf(reference: str, source: str, batch: int | None, seq: int | None, overrid
     inputs: dict[str, Any] = {name: spec.meta() for name, spec in specs.items()}
     ids = specs.get("input_ids")
     return ModelRef(
-        reference, model, inputs | hf.plain_arguments(model), ids.shape[0] * ids.shape[1] if ids is not None else None
+        reference,
+        model,
+        inputs | hf.plain_arguments(model),
+        ids.shape[0] * ids.shape[1] if ids is not None else None,
+        _fewer(model, config),
     )
+
+
+def _fewer(model: nn.Module, config: Any) -> Shallow | None:
+    """Return the same model of transformers with fewer layers, where all its layers are equal."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int) or layers < WORTH:
+        return None
+    less = copy.deepcopy(config)
+    try:
+        less.num_hidden_layers = FEW
+        few = hf.build(less)
+    except Exception:  # noqa: BLE001 - a configuration that does not stand being changed: the whole model is captured
+        return None
+    return shallow(model, few)
 
 
 def _factory(
