@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.api.planning import Planner, Program
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import read_wishes
@@ -21,6 +22,8 @@ from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Recompute, Trial
 from cost_models.cluster import ClusterSpec
+from tests.support.ranks import RankPool
+from tests.support.training import Trained, train
 
 MESH = (MeshAxis("dp_replicate", 2),)
 FIX = {"pp": 1, "dp_replicate": 2, "microbatch": 64}
@@ -116,6 +119,36 @@ def test_a_program_with_some_blocks_recomputed_computes_the_same():
     copied = {node.name.removesuffix(SUFFIX) for node in again.joint.graph.nodes if node.name.endswith(SUFFIX)}
     assert {program.graph.by_name[name].module.rsplit(".", 1)[0] for name in copied} == {"blocks.0", "blocks.2"}
     assert [op.name for op in again.graph.ops] == [n.name for n in again.joint.graph.nodes if n.op != "output"]
+
+
+def run(_rank: int, fix: dict[str, object], share: float) -> tuple[Trained, dict[str, str]]:
+    """Train where memory is `share` of the way from what recomputing all needs to what recomputing nothing needs."""
+    torch.manual_seed(0)
+    model, example = Wide((64,) * 6), (torch.randn(128, 32),)
+    most, least = [
+        autopar.plan(
+            model, cluster(1 << 30), example_inputs=example, fix={**fix, "recompute": way}, memory_margin=0.0
+        ).estimates.peak_memory_bytes
+        for way in ("none", "full")
+    ]
+    spec = cluster(int((least + share * (most - least)) / 0.9))
+    plan = autopar.plan(model, spec, example_inputs=example, fix=fix)
+    return train(model, example, spec, fix), dict(plan.decisions.recompute)
+
+
+@pytest.mark.parametrize(
+    ("fix", "share"),
+    [({"dp_replicate": 2, "microbatch": 64}, 0.5), ({"pp": 2, "microbatch": 32, "schedule": "1f1b"}, 0.1)],
+    ids=["data", "stages"],
+)
+def test_steps_with_some_blocks_recomputed_equal_the_models_own(fix: dict[str, object], share: float):
+    with RankPool(2) as pool:
+        (first, ways), (second, _) = pool.values(run, fix, share)
+
+    assert 0 < len(ways) < 6
+    assert "*" not in ways
+    assert first.losses == second.losses
+    assert max(first.worst_gradient, second.worst_gradient) < 1e-4
 
 
 def test_equal_layers_with_equal_ways_share_their_decisions():
