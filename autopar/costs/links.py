@@ -100,10 +100,6 @@ class Links:
             self._known[message] = spent
         return self._known[message]
 
-    def hidden_s(self, message: Message) -> float:
-        """Return how many of a collective's seconds computation can run behind."""
-        return self._overlap[message.axis] * max(0.0, self.message_s(message) - self._blocking_s[message.axis])
-
     def step_s(self, step: Step, meta: TensorMeta, *, flat: bool = False) -> float:
         """Return the seconds of one reshard step, with the copies it makes beside the wire."""
         moved = step.message_numel(meta.shape, self.sizes) * meta.item_bytes
