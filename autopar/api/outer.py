@@ -211,7 +211,10 @@ class Outer:
         for _ in range(_PROVEN):
             left = [one.trial for one in self.solved if self._is_open(one) and _without(one.trial) not in self._free_s]
             least = min(left, key=self._lightest_s, default=None)
-            if least is None or self._lightest_s(least) >= self.best_s * (1.0 - self.solving.options.gap):
+            # What leaves as much room and stays as it is makes more proofs idle.
+            stays = [one for one in self.solved if not self._is_open(one) and one.solution.status != "infeasible"]
+            room = min([self.best_s * (1.0 - self.solving.options.gap), *(one.solution.bound_s for one in stays)])
+            if least is None or self._lightest_s(least) >= room:
                 return
             self._free_s[_without(least)] = self._relaxed_s(replace(least, recompute="none")) / least.depth
 
