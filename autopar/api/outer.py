@@ -98,7 +98,9 @@ class Outer:
     def _run_others(self, others: Sequence[Trial]) -> None:
         left = []
         for trial in others:
-            if self._is_beaten(trial):
+            if (uneven := self.solving.uneven(trial)) is not None:
+                self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=uneven))
+            elif self._is_beaten(trial):
                 self._give_up([trial])
             elif self.solving.rough(trial.recompute, self.wishes).fits(_shape(trial), self.solving.budget):
                 left.append(trial)

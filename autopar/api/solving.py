@@ -131,6 +131,14 @@ class Solving:
         """Return the prices of moving data on a trial's mesh."""
         return Links(self.cluster, tuple(axis.size for axis in trial.mesh), int(trial.microbatches > 1))
 
+    def uneven(self, trial: Trial) -> str | None:
+        """Return why stages and their mesh cannot be laid on the cluster's levels (three ranks of eight, say)."""
+        try:
+            Links(self.cluster, (trial.depth, *(axis.size for axis in trial.ranks)))
+        except CostModelError as error:
+            return str(error)
+        return None
+
     def bound(self, trial: Trial, wishes: Wishes, left_s: float) -> Waiting | Solved:
         """Return the trial with the bound of its relaxation, or that it is impossible."""
         try:
