@@ -20,7 +20,7 @@ from autopar.search.recomputing import Room, Ways, cheapest, held
 from autopar.search.stages import most_in_flight
 from autopar.search.trials import Recompute, Uniform
 
-_WAYS: tuple[Uniform, ...] = ("none", "selective", "per_operator", "full")
+_WAYS: tuple[Uniform, ...] = ("none", "casts", "selective", "per_operator", "full")
 
 _WORTH = 0.01
 """Share of the memory that has to be left for another choice to be tried."""
@@ -43,7 +43,7 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Sol
     high = inf
     for _ in range(_TRIES):
         chosen = cheapest(ways, rooms, limit)
-        recompute = _named(again.paths, chosen) if chosen is not None else "full"
+        recompute = _named(again.paths, _plainest(ways, chosen)) if chosen is not None else "full"
         if chosen is None or recompute == "full" or left_s <= 0:
             break
         foreseen = max(held(ways, room, chosen) for room in rooms)
@@ -117,6 +117,14 @@ def _staged_rooms(again: Again, outcome: Outcome, pipeline: Pipelined) -> Iterat
             for path in again.paths
         ]
         yield Room(float(most), np.array(copies))
+
+
+def _plainest(ways: Ways, chosen: Sequence[int]) -> list[int]:
+    """Return the first of the ways that are the same for a block: where nothing is cast, no casts are repeated."""
+    same = (ways.seconds == ways.seconds[np.arange(len(chosen)), list(chosen)][:, None]) & (
+        ways.kept_bytes == ways.kept_bytes[np.arange(len(chosen)), list(chosen)][:, None]
+    )
+    return [int(each) for each in np.argmax(same, axis=1)]
 
 
 def _named(paths: Sequence[str], chosen: Sequence[int]) -> Recompute:

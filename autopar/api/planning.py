@@ -95,7 +95,7 @@ class Planner:
         fixed = self.options.fix.get("recompute")
         if fixed == "none" or "recompute" in self.options.forbid:
             return ("none",)
-        chosen: tuple[Uniform, ...] = ("selective", "per_operator", "full")
+        chosen: tuple[Uniform, ...] = ("casts", "selective", "per_operator", "full")
         return next(((way,) for way in chosen if way == fixed), ("none", "full"))
 
     def follow(self, known: Decisions) -> Decisions:

@@ -23,6 +23,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.errors import StalePlanError
 from autopar.ir.graph import Arg, Graph, Op, Ref
+from autopar.ir.roles import is_view, parameter_like
 
 SUFFIX = "_again"
 """Appended to the name of an operator, it names its copy in backward."""
@@ -31,11 +32,12 @@ _BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
-Way = Literal["full", "whole", "selective", "per_operator"]
+Way = Literal["full", "whole", "casts", "selective", "per_operator"]
 """What of a block runs again.
 
 full          all of it that backward needs
 whole         all of it to its end, random values drawn again: what reentrant checkpointing does; for prices alone
+casts         parameters in other types: as large for each micro-batch in flight as for all samples
 selective     the core of attention: scores, and kernels that have them inside (Korthikanti et al. 2022, section 5)
 per_operator  all but attention kernels and every second matrix product (torchtitan's `selective_ac_option: op`)
 """
@@ -157,11 +159,11 @@ def _chosen_by_block(graph: Graph, ways: Ways) -> frozenset[str]:
     chosen: dict[str, frozenset[str]] = {KEPT: frozenset()}
     for way in {*ways.values()} - {KEPT}:
         match way:
-            case "full" | "whole" | "selective" | "per_operator":
+            case "full" | "whole" | "casts" | "selective" | "per_operator":
                 chosen[way] = _chosen(graph, way)
             case _:
                 raise StalePlanError(
-                    f"the plan recomputes by {way!r}; known are none, selective, per_operator and full"
+                    f"the plan recomputes by {way!r}; known are none, casts, selective, per_operator and full"
                 )
     every = ways.get("*", KEPT)
     return frozenset(op.name for op in graph.ops if op.name in chosen[ways.get(block_of(op), every)])
@@ -171,8 +173,11 @@ def _chosen(graph: Graph, way: Way) -> frozenset[str]:
     """Return the operators that run again if they are needed and may; views always do, they cost nothing."""
     if way in {"full", "whole"}:
         return frozenset(op.name for op in graph.ops)
+    casts = _casts(graph)
+    if way == "casts":
+        return casts
     if way == "selective":
-        return _attention_core(graph)
+        return casts | _attention_core(graph)
     kept: set[str] = set()
     seen: dict[str, int] = {}
     for op in graph.ops:
@@ -184,6 +189,15 @@ def _chosen(graph: Graph, way: Way) -> frozenset[str]:
         elif "_scaled_dot_product" in op.target:
             kept.add(op.name)
     return frozenset(op.name for op in graph.ops if op.name not in kept)
+
+
+def _casts(graph: Graph) -> frozenset[str]:
+    """Return what makes parameters of other types, and their views."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind == "call" and op.name in parameter_like(graph) and (not is_view(op) or op.refs[0].op in found):
+            found.add(op.name)
+    return frozenset(found)
 
 
 def _attention_core(graph: Graph) -> frozenset[str]:

@@ -12,6 +12,7 @@ from autopar.costs.liveness import gradients_of, lives
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.segments import weight
 from autopar.ir.graph import Graph
+from autopar.ir.roles import parameter_like
 from autopar.ir.stages import units
 from cost_models.cluster import ClusterSpec
 
@@ -62,16 +63,26 @@ class Rough:
     @cached_property
     def _saved_bytes(self) -> float:
         """Return what forward saves for backward, and what a block makes of it again, of all samples."""
+        casts = parameter_like(self.graph)
+        return self._bytes_of({each for each in self._saved if each[0] not in casts})
+
+    @cached_property
+    def _cast_bytes(self) -> float:
+        """Return the bytes of parameters in other types that forward saves, as large for few samples as for many."""
+        casts = parameter_like(self.graph)
+        return self._bytes_of({each for each in self._saved if each[0] in casts})
+
+    @cached_property
+    def _saved(self) -> frozenset[tuple[str, int]]:
         ops = self.graph.ops
-        late = {
+        return frozenset(
             (life.op, life.index)
             for life in lives(self.graph)
             if self.graph.by_name[life.op].kind == "call"
             and self.graph.by_name[life.op].phase == "forward"
             and life.last < len(ops)
             and ops[life.last].phase == "backward"
-        }
-        return self._bytes_of(late)
+        )
 
     def _bytes_of(self, values: Collection[tuple[str, int]]) -> float:
         metas = (self.graph.by_name[name].outputs[index] for name, index in values)
@@ -96,7 +107,8 @@ class Rough:
         gradients = self._gradient_bytes if shape.microbatches > 1 else 0.0
         static = (self._parameter_bytes + gradients + self._state_bytes) / (shape.depth * shape.width * shards)
         parts = shape.microbatches * shape.replicas * shape.width * shape.depth
-        return static + self._saved_bytes * in_flight / parts + float(self.cluster.device.reserved_bytes)
+        casts = self._cast_bytes * in_flight / (shape.depth * shape.width * shards)
+        return static + casts + self._saved_bytes * in_flight / parts + float(self.cluster.device.reserved_bytes)
 
     def estimate_s(self, shape: Shape, microbatch_s: float, budget_bytes: float) -> float:
         """Return about how long a step takes, given one micro-batch through all stages without data parallelism.

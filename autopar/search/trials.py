@@ -9,7 +9,7 @@ from typing import Literal
 
 from autopar.search.meshes import Candidate, MeshAxis, Role
 
-Uniform = Literal["none", "selective", "per_operator", "full", "whole"]
+Uniform = Literal["none", "casts", "selective", "per_operator", "full", "whole"]
 """One way of recomputing all blocks."""
 
 Recompute = Uniform | tuple[tuple[str, str], ...]

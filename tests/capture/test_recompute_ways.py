@@ -56,3 +56,18 @@ def test_recomputation_to_the_end_repeats_every_call_of_a_block() -> None:
     for op in again.ops:
         assert all(ref.op in seen for ref in op.refs)
         seen.add(op.name)
+
+
+def test_casts_of_parameters_alone_are_repeated() -> None:
+    settings = GptSettings(layers=3, hidden=64, heads=8, vocab=128, positions=32)
+    with torch.device("meta"):
+        model, inputs = settings.model().train(), settings.inputs(2, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = capture(model, inputs).graph
+
+    again = recomputed_graph(graph, "casts")
+
+    assert set(_again(again)) == {"_to_copy", "t"}
+    weights = {op.refs[0].op for op in again.ops if op.name.endswith(SUFFIX) and "_to_copy" in op.target}
+    assert {graph.by_name[name].kind for name in weights} == {"parameter"}
+    assert _again(recomputed_graph(_graph(fused=True), "casts")) == []
