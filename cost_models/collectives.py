@@ -22,7 +22,6 @@ fastest for each size:
     tree              two binary trees over each level: an inner endpoint of one is a leaf of the other, so
                       each sends n/2 up and n/2 to two children in one and n/2 up in the other: 2 n at most
     in_switch         NVLS in the node, trees over the other levels (NVLSTree)
-    hierarchical      gloo: one ring a level
 
 Sources: ring and pairwise exchange: Thakur, Rabenseifner & Gropp, "Optimization
 of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005. Double
@@ -194,15 +193,15 @@ _ALGORITHMS_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "point_to_point": ("direct",),
     },
     "gloo": {
-        "all_reduce": ("ring", "tree", "hierarchical", "in_switch"),
-        "all_gather": ("ring", "hierarchical"),
-        "reduce_scatter": ("ring", "hierarchical"),
+        "all_reduce": ("ring",),
+        "all_gather": ("ring",),
+        "reduce_scatter": ("ring",),
         "all_to_all": ("pairwise",),
         "broadcast": ("tree",),
         "point_to_point": ("direct",),
     },
 }
-"""Of each library, the algorithms that it chooses from; NCCL's rings cross nodes whole, gloo's level by level."""
+"""Of each library, the algorithms that it chooses from; rings of both cross nodes whole (`two_level`: ours do not)."""
 
 
 def _library(hops: Sequence[Hop]) -> Library:
@@ -248,7 +247,7 @@ _Part = tuple[float, FloatArray, tuple[Formula, ...]]
 
 def _ring(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
     """One ring through all ranks: every step waits for the slowest link."""
-    latency_s, transfer_s, formulas = _hierarchical(op, sizes, (_flat(hops),))
+    latency_s, transfer_s, formulas = _one_ring(op, sizes, _flat(hops))
     factor = _library(hops).ring_latency_factor
     if factor == 1.0:
         return latency_s, transfer_s, formulas
@@ -256,17 +255,16 @@ def _ring(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
 
 
 def _low_latency_ring(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
-    latency_s, transfer_s, formulas = _hierarchical(op, sizes, (_flat(hops),))
+    latency_s, transfer_s, formulas = _one_ring(op, sizes, _flat(hops))
     return latency_s, transfer_s / _library(hops).low_latency_rate, formulas
 
 
-def _hierarchical(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
+def _one_ring(op: str, sizes: FloatArray, ring: Hop) -> _Part:
     rounds = 2 if op == "all_reduce" else 1
     transfer = FORMULAS["all_reduce_transfer" if op == "all_reduce" else "gather_transfer"]
     latency = FORMULAS["ring_latency"]
-    latency_s = rounds * sum(float(latency.evaluate(r=hop.ranks, alpha=hop.latency_s)) for hop in hops)
-    slowest = [transfer.evaluate(n=sizes, r=hop.ranks, B=hop.achieved_bytes_per_s) for hop in hops]
-    return latency_s, np.maximum.reduce(slowest), (latency, transfer)
+    latency_s = rounds * float(latency.evaluate(r=ring.ranks, alpha=ring.latency_s))
+    return latency_s, transfer.evaluate(n=sizes, r=ring.ranks, B=ring.achieved_bytes_per_s), (latency, transfer)
 
 
 def _tree(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
@@ -319,7 +317,6 @@ _PARTS: Mapping[str, Callable[[str, FloatArray, Sequence[Hop]], _Part]] = {
     "ring": _ring,
     "low_latency_ring": _low_latency_ring,
     "tree": _tree,
-    "hierarchical": _hierarchical,
     "in_switch": _in_switch,
     "pairwise": _pairwise,
     "direct": _direct,

@@ -128,7 +128,12 @@ class Solving:
 
     def links(self, trial: Trial) -> Links:
         """Return the prices of moving data on a trial's mesh."""
-        return Links(self.cluster, tuple(axis.size for axis in trial.mesh), int(trial.microbatches > 1))
+        return Links(
+            self.cluster,
+            tuple(axis.size for axis in trial.mesh),
+            int(trial.microbatches > 1),
+            two_level=self.options.two_level and trial.depth == trial.microbatches == 1,
+        )
 
     def bound(self, trial: Trial, wishes: Wishes, left_s: float) -> Waiting | Solved:
         """Return the trial with the bound of its relaxation, or that it is impossible."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Op
@@ -16,6 +16,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.collectives import collective_s, host_s
 from cost_models.overlap import overlap_efficiency
 from cost_models.topology import Hop, axis_hops
+from cost_models.two_level import pieces, ranks_inside, splits
 
 UNREACHABLE = math.inf
 """Price of a redistribution that no sequence of steps makes."""
@@ -30,6 +31,18 @@ class Message:
     bytes: int
     flat: bool = False
     """Whether it is part of a larger one: frameworks flatten a layer's parameters, or gradients, into one buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one collective takes in the form that is fastest."""
+
+    seconds: float
+    host_s: float = 0.0
+    """What a computing CPU core spends on its bytes, where the cluster says how much that is."""
+
+    inner: int = 1
+    """Ranks that share the inner of two levels; 1: it is one flat collective."""
 
 
 @dataclass
@@ -56,8 +69,11 @@ class Links:
     hidden_axis: int = -1
     """The axis whose gathers and scatters run behind the products beside them; -1: none."""
 
+    two_level: bool = False
+    """Whether a collective may run level by level, where that is faster; see `cost_models.two_level`."""
+
     _hops: tuple[tuple[Hop, ...], ...] = field(init=False)
-    _known: dict[Message, float] = field(init=False, default_factory=dict)
+    _known: dict[Message, Price] = field(init=False, default_factory=dict)
     _local: dict[int, float] = field(init=False, default_factory=dict)
     _routes: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
     _overlap: tuple[float, ...] = field(init=False)
@@ -88,17 +104,36 @@ class Links:
         if message.flat and message.bytes < self.flat_bytes:
             whole = Message(message.op, message.axis, self.flat_bytes)
             return self.message_s(whole) * message.bytes / self.flat_bytes
+        return self._price_of(message).seconds
+
+    def inner_ranks(self, message: Message) -> int:
+        """Return how many ranks share the inner level of a collective that runs in two; 1: it is a flat one."""
+        return 1 if message.axis < self.time_axes or message.flat else self._price_of(message).inner
+
+    def _price_of(self, message: Message) -> Price:
         if message not in self._known:
-            spent = float(collective_s(message.op, message.bytes, self._hops[message.axis]))
-            if message.op == "all_reduce" and message.axis == self.sharded[0]:
-                scattered = collective_s("reduce_scatter", message.bytes, self._hops[message.axis])
-                spent = scattered + collective_s(
-                    "all_gather", self.sharded[1] * message.bytes, self._hops[message.axis]
-                )
-            if message.axis == self.hidden_axis and message.op in {"all_gather", "reduce_scatter"}:
-                spent *= 1.0 - self._overlap[message.axis]
-            self._known[message] = spent
+            self._known[message] = min(self._forms(message), key=lambda each: each.seconds)
         return self._known[message]
+
+    def _forms(self, message: Message) -> Iterator[Price]:
+        """Yield the price of one flat collective, then of each way to run it in two levels."""
+        hops = self._hops[message.axis]
+        spent = float(collective_s(message.op, message.bytes, hops))
+        if message.op == "all_reduce" and message.axis == self.sharded[0]:
+            scattered = collective_s("reduce_scatter", message.bytes, hops)
+            spent = scattered + collective_s("all_gather", self.sharded[1] * message.bytes, hops)
+        if message.axis == self.hidden_axis and message.op in {"all_gather", "reduce_scatter"}:
+            spent *= 1.0 - self._overlap[message.axis]
+        yield Price(spent, host_s(message.op, message.bytes, hops))
+        for inside in splits(message.op, hops) if self.two_level else ():
+            parts = pieces(message.op, message.bytes, hops, inside)
+            # Of a gather the blocks come out in another order, a scatter needs them in another one.
+            permuted_s = 0.0 if message.op == "all_reduce" else self._copy_s(message.bytes)
+            yield Price(
+                sum(each.seconds for each in parts) + permuted_s,
+                sum(host_s(each.op, each.full_bytes, each.hops) for each in parts) + permuted_s,
+                ranks_inside(hops, inside),
+            )
 
     def hidden_s(self, message: Message) -> float:
         """Return how many of a collective's seconds computation can run behind."""
@@ -128,7 +163,7 @@ class Links:
         rest = self.message_s(message) - self._blocking_s[message.axis]
         hops = self._hops[message.axis]
         if all(hop.host_bytes_per_s for hop in hops):
-            return max(0.0, rest - host_s(message.op, message.bytes, hops))
+            return max(0.0, rest - self._price_of(message).host_s)
         return self._overlap[message.axis] * max(0.0, rest)
 
     def route_s(

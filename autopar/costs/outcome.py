@@ -196,6 +196,7 @@ class Outcome:
                 overlapped=overlapped,
                 predicted_s=count * times * self.links.message_s(message),
                 stream=self.axis(mesh, message.axis),
+                inner=self.links.inner_ranks(message),
             )
             for (message, phase, rep, overlapped, times), count in self._alone.items()
         )
@@ -245,6 +246,7 @@ class Outcome:
             overlapped=run[0].overlapped,
             predicted_s=self.links.message_s(message),
             stream=bucket.axis,
+            inner=self.links.inner_ranks(message),
         )
 
     @cached_property

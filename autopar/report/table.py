@@ -159,7 +159,7 @@ def _collective_rows(plan: Plan) -> Iterator[Row]:
         yield (
             each.op,
             each.axis,
-            each.level,
+            each.level if each.inner == 1 else f"{each.inner} inside, {each.level}",
             format_bytes(each.bytes),
             str(each.count),
             each.phase,

@@ -1,0 +1,234 @@
+"""What collectives in two levels do: chains of flat ones inside the fast links and across them.
+
+On gloo a chain runs on a thread of its stream, one chain after another, so that the thread that issues it goes on; on
+devices with streams it is issued at once on a stream of its own. `wait_tensor` of a result waits for the chain's end.
+
+All work on one contiguous buffer of as many rows as ranks inside: row j is rank j's share, which it sums, exchanges
+across and hands back. gloo has no reduce-scatter, and its all-gather takes memory of its own for the result: there
+ranks inside send one another rows, into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar._torch import group_named, wait_by
+
+_REDUCE: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "product": (dist.ReduceOp.PRODUCT, torch.mul),
+}
+"""By the names of functional collectives: what is asked of the library, and the same of two tensors."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The groups of this rank inside the fast links and across them."""
+
+    inner: Any
+    outer: Any
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return how many ranks meet across, and how many inside."""
+        return self.outer.size(), self.inner.size()
+
+    def all_reduce(self, values: Sequence[torch.Tensor], reduce: str) -> list[torch.Tensor]:
+        """Return the values reduced over all ranks, in the memory that they have."""
+        whole = _Flat.of(values, self.inner.size())
+        own = self._scatter(whole.rows, reduce)
+        dist.all_reduce(own, _REDUCE[reduce][0], group=self.outer)
+        self._gather(whole.rows)
+        whole.give_back(values)
+        return list(values)
+
+    def all_gather(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Fill the results, along dimension 0, with the values of all ranks."""
+        nodes, inside = self.sizes
+        parts = [each.numel() for each in values]
+        rows = values[0].new_empty((inside, nodes, sum(parts)))
+        own = rows[self.inner.rank()]
+        torch.cat([each.reshape(-1) for each in values], out=own[self.outer.rank()])
+        _gather(own, self.outer)
+        self._gather(rows)
+        for result, part in zip(results, torch.split(rows.transpose(0, 1), parts, 2), strict=True):
+            result.view(nodes, inside, -1).copy_(part)
+
+    def reduce_scatter(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor], reduce: str) -> None:
+        """Fill the results with this rank's part, along dimension 0, of the values reduced over all ranks."""
+        nodes, inside = self.sizes
+        parts = [each.numel() for each in results]
+        rows = values[0].new_empty((inside, nodes, sum(parts)))
+        for value, part in zip(values, torch.split(rows.transpose(0, 1), parts, 2), strict=True):
+            part.copy_(value.reshape(nodes, inside, -1))
+        own = _scatter(self._scatter(rows, reduce), self.outer, reduce)
+        for result, part in zip(results, torch.split(own.view(-1), parts), strict=True):
+            result.copy_(part.view(result.shape))
+
+    def _scatter(self, rows: torch.Tensor, reduce: str) -> torch.Tensor:
+        return _scatter(rows, self.inner, reduce)
+
+    def _gather(self, rows: torch.Tensor) -> None:
+        _gather(rows, self.inner)
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Tensors as one buffer of equal rows, padded at its end; one tensor that divides is its own buffer."""
+
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, values: Sequence[torch.Tensor], rows: int) -> _Flat:
+        first, total = values[0], sum(each.numel() for each in values)
+        if len(values) == 1 and first.is_contiguous() and not total % rows:
+            return cls(first.view(rows, -1))
+        length = -(-total // rows)
+        buffer = first.new_empty((rows, length))
+        torch.cat([each.reshape(-1) for each in values], out=buffer.view(-1)[:total])
+        buffer.view(-1)[total:] = 0
+        return cls(buffer)
+
+    def give_back(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy the buffer's contents to the tensors that it was made of."""
+        at = 0
+        for value in values:
+            if value.data_ptr() != self.rows.data_ptr():
+                value.copy_(self.rows.view(-1)[at : at + value.numel()].view(value.shape))
+            at += value.numel()
+
+
+def _scatter(rows: torch.Tensor, group: Any, reduce: str) -> torch.Tensor:
+    """Return this rank's row, reduced over the group in the memory of `rows`; the other rows are undefined then."""
+    rank, ranks = group.rank(), group.size()
+    own, (wanted, joined) = rows[rank], _REDUCE[reduce]
+    if rows.device.type != "cpu":
+        dist.reduce_scatter_tensor(own.view(-1), rows.view(-1), wanted, group=group)
+        return own
+    others = [each for each in range(ranks) if each != rank]
+    terms = [torch.empty_like(own) for _ in others]
+    works = [dist.irecv(term, group=group, group_src=each) for term, each in zip(terms, others, strict=True)]
+    works += [dist.isend(rows[each], group=group, group_dst=each) for each in others]
+    _finish(works)
+    for term in terms:
+        joined(own, term, out=own)
+    return own
+
+
+def _gather(rows: torch.Tensor, group: Any) -> None:
+    """Fill the rows of all ranks of the group from the rank whose they are."""
+    rank, ranks = group.rank(), group.size()
+    own = rows[rank]
+    if rows.device.type != "cpu":
+        dist.all_gather_into_tensor(rows.view(-1), own.view(-1), group=group)
+        return
+    others = [each for each in range(ranks) if each != rank]
+    works = [dist.irecv(rows[each], group=group, group_src=each) for each in others]
+    works += [dist.isend(own, group=group, group_dst=each) for each in others]
+    _finish(works)
+
+
+def _finish(works: Sequence[Any]) -> None:
+    for each in works:
+        each.wait()
+
+
+class _Worker:
+    """A thread on which a stream's chains run, one after another; a daemon, as one may wait for a rank that is gone."""
+
+    def __init__(self, stream: str) -> None:
+        self._todo: SimpleQueue[tuple[Callable[[], object], Future[None]]] = SimpleQueue()
+        Thread(target=self._run, name=f"autopar {stream}", daemon=True).start()
+
+    def submit(self, chain: Callable[[], object]) -> Future[None]:
+        """Let a chain run after those before it; what it raises is raised to who asks for the result."""
+        done: Future[None] = Future()
+        self._todo.put((chain, done))
+        return done
+
+    def _run(self) -> None:
+        while True:
+            chain, done = self._todo.get()
+            try:
+                with torch.no_grad():
+                    chain()
+            except Exception as error:  # noqa: BLE001  raised where the result is waited for
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            del chain, done  # with the tensors that they hold
+
+
+_worker = cache(_Worker)
+
+
+@cache
+def _side(stream: str, device: torch.device) -> Any:
+    """Return the device's stream on which a stream's chains run."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _issue(stream: str, chain: Callable[[], object], held: Sequence[torch.Tensor], results: list[torch.Tensor]) -> None:
+    """Let a chain run; waiting for one of the results waits for its end."""
+    device = results[0].device
+    if device.type == "cpu":
+        done = _worker(stream).submit(chain)
+        for each in results:
+            wait_by(each, done.result)
+        return
+    side, now = _side(stream, device), torch.cuda.current_stream(device)
+    side.wait_stream(now)
+    with torch.cuda.stream(side), torch.no_grad():
+        chain()
+        ended = side.record_event()
+    for each in held:
+        each.record_stream(side)
+    for each in results:
+        wait_by(each, lambda: torch.cuda.current_stream(device).wait_event(ended))
+
+
+def _all_reduce_(values: list[torch.Tensor], reduce: str, inner: str, outer: str, stream: str) -> list[torch.Tensor]:
+    levels = Levels(group_named(inner), group_named(outer))
+    _issue(stream, lambda: levels.all_reduce(values, reduce), values, values)
+    return values
+
+
+def _all_reduce(values: list[torch.Tensor], *settings: Any) -> list[torch.Tensor]:
+    return _all_reduce_([each.clone(memory_format=torch.contiguous_format) for each in values], *settings)
+
+
+def _all_gather(values: list[torch.Tensor], ranks: int, inner: str, outer: str, stream: str) -> list[torch.Tensor]:
+    levels = Levels(group_named(inner), group_named(outer))
+    results = [each.new_empty((each.shape[0] * ranks, *each.shape[1:])) for each in values]
+    _issue(stream, lambda: levels.all_gather(values, results), (*values, *results), results)
+    return results
+
+
+def _reduce_scatter(
+    values: list[torch.Tensor], reduce: str, ranks: int, inner: str, outer: str, stream: str
+) -> list[torch.Tensor]:
+    levels = Levels(group_named(inner), group_named(outer))
+    results = [each.new_empty((each.shape[0] // ranks, *each.shape[1:])) for each in values]
+    _issue(stream, lambda: levels.reduce_scatter(values, results, reduce), (*values, *results), results)
+    return results
+
+
+_LIBRARY = torch.library.Library("autopar_levels", "IMPL")  # type: ignore[no-untyped-call]
+for _name, _operation in {
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce_,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}.items():
+    _LIBRARY.impl(_name, _operation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
