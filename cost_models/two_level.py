@@ -10,13 +10,17 @@ An axis of p ranks whose r neighbours share fast links is r x (p / r). In two le
 Across, the r groups of a node run at once and share its adapters: each has 1 / r of the bandwidth. So the slow links
 carry 2 n (h - 1) / h of an all-reduce over h nodes, where one flat ring carries 2 n (p - 1) / p: most is won on few
 nodes of many ranks, and for p ranks the latency is that of r + h steps. The pieces follow one another; each is a
-collective of the library with a call of its own, and priced as such.
+collective of the library with a call of its own, and priced as such. Cut into k chunks, what is inside of one runs
+beside what is across of another, like the stages of a pipeline:
+
+    T(k) = t_inside(n / k) + t_across(n / k) + (k - 1) max(t_inside(n / k), t_across(n / k))
 
 A gather across brings the blocks of one place inside each node, so that blocks come out in the order (place inside,
 node) and have to be permuted by a copy; a scatter permutes them before. The caller prices that copy.
 
 Source: the scheme of two levels is that of MPI libraries, Thakur, Rabenseifner & Gropp 2005 (see `collectives`), and of
-NCCL users' own 2D reductions. Not modelled: pieces of one collective that overlap with one another.
+NCCL users' own 2D reductions. Not modelled: the
+processor's time for what runs inside and across at once.
 """
 
 import math
@@ -63,6 +67,14 @@ def pieces(op: str, full_bytes: float, hops: Sequence[Hop], inside: int) -> tupl
         "all_gather": (Piece("all_gather", part, outer), Piece("all_gather", full_bytes, inner)),
         "reduce_scatter": (Piece("reduce_scatter", full_bytes, inner), Piece("reduce_scatter", part, outer)),
     }[op]
+
+
+def two_level_s(op: str, full_bytes: float, hops: Sequence[Hop], inside: int, chunks: int = 1) -> float:
+    """Return the seconds of a collective in two levels, cut into so many chunks; copies that permute left out."""
+    parts = pieces(op, full_bytes / chunks, hops, inside)
+    across_s = sum(each.seconds for each in parts if each.hops[-1].level == hops[-1].level)
+    inside_s = sum(each.seconds for each in parts) - across_s
+    return inside_s + across_s + (chunks - 1) * max(inside_s, across_s)
 
 
 def splits(op: str, hops: Sequence[Hop]) -> Iterator[int]:

@@ -16,10 +16,13 @@ from cost_models.cluster import ClusterSpec
 from cost_models.collectives import collective_s, host_s
 from cost_models.overlap import overlap_efficiency
 from cost_models.topology import Hop, axis_hops
-from cost_models.two_level import pieces, ranks_inside, splits
+from cost_models.two_level import pieces, ranks_inside, splits, two_level_s
 
 UNREACHABLE = math.inf
 """Price of a redistribution that no sequence of steps makes."""
+
+_CHUNKS = (1, 2, 4, 8, 16)
+"""Chunks of a collective in two levels that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,9 @@ class Price:
 
     inner: int = 1
     """Ranks that share the inner of two levels; 1: it is one flat collective."""
+
+    chunks: int = 1
+    """Of two levels: in how many pieces, so that what is inside runs beside what is across."""
 
 
 @dataclass
@@ -106,9 +112,12 @@ class Links:
             return self.message_s(whole) * message.bytes / self.flat_bytes
         return self._price_of(message).seconds
 
-    def inner_ranks(self, message: Message) -> int:
-        """Return how many ranks share the inner level of a collective that runs in two; 1: it is a flat one."""
-        return 1 if message.axis < self.time_axes or message.flat else self._price_of(message).inner
+    def form(self, message: Message) -> tuple[int, int]:
+        """Return how many ranks share the inner level of a collective that runs in two, and its chunks; 1, 1: flat."""
+        if message.axis < self.time_axes or message.flat:
+            return 1, 1
+        price = self._price_of(message)
+        return price.inner, price.chunks
 
     def _price_of(self, message: Message) -> Price:
         if message not in self._known:
@@ -129,11 +138,14 @@ class Links:
             parts = pieces(message.op, message.bytes, hops, inside)
             # Of a gather the blocks come out in another order, a scatter needs them in another one.
             permuted_s = 0.0 if message.op == "all_reduce" else self._copy_s(message.bytes)
-            yield Price(
-                sum(each.seconds for each in parts) + permuted_s,
-                sum(host_s(each.op, each.full_bytes, each.hops) for each in parts) + permuted_s,
-                ranks_inside(hops, inside),
-            )
+            sent_s = sum(host_s(each.op, each.full_bytes, each.hops) for each in parts) + permuted_s
+            for chunks in self._chunks(message.op):
+                spent = two_level_s(message.op, message.bytes, hops, inside, chunks) + permuted_s
+                yield Price(spent, sent_s, ranks_inside(hops, inside), chunks)
+
+    def _chunks(self, op: str) -> tuple[int, ...]:
+        """Return into how many chunks a collective in two levels can be cut: only where a host's thread runs it."""
+        return _CHUNKS if op == "all_reduce" and self.cluster.device.kind == "cpu" else (1,)
 
     def hidden_s(self, message: Message) -> float:
         """Return how many of a collective's seconds computation can run behind."""

@@ -17,8 +17,8 @@ import torch
 _GROUPS = "str inner, str outer, str stream"
 
 _LIBRARY: Any = torch.library.Library("autopar_levels", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(f"all_reduce(Tensor[] values, str reduce, {_GROUPS}) -> Tensor[]")
-_LIBRARY.define(f"all_reduce_(Tensor(a!)[] values, str reduce, {_GROUPS}) -> Tensor(a!)[]")
+_LIBRARY.define(f"all_reduce(Tensor[] values, str reduce, int chunks, {_GROUPS}) -> Tensor[]")
+_LIBRARY.define(f"all_reduce_(Tensor(a!)[] values, str reduce, int chunks, {_GROUPS}) -> Tensor(a!)[]")
 _LIBRARY.define(f"all_gather(Tensor[] values, int ranks, {_GROUPS}) -> Tensor[]")
 _LIBRARY.define(f"reduce_scatter(Tensor[] values, str reduce, int ranks, {_GROUPS}) -> Tensor[]")
 

@@ -28,9 +28,9 @@ Kind = tuple[str, str, int]
 """Of a collective: operation, mesh axis, bytes of the larger of its local buffers. Equal ones have one price."""
 
 
-def inner_ranks(collectives: Sequence[Collective]) -> dict[Kind, int]:
-    """Return the ranks inside the inner level of those collectives that the plan runs in two."""
-    return {(each.op, each.axis, each.bytes): each.inner for each in collectives if each.inner > 1}
+def in_two_levels(collectives: Sequence[Collective]) -> dict[Kind, tuple[int, int]]:
+    """Return, of those collectives that the plan runs in two levels, the ranks inside the inner one, and the chunks."""
+    return {(each.op, each.axis, each.bytes): (each.inner, each.chunks) for each in collectives if each.inner > 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +39,34 @@ class RunInLevels:
 
         all_reduce(a, "sum", "dp")
     becomes, with 4 ranks a node,
-        autopar_levels.all_reduce([a], "sum", "dp:inner4", "dp:outer4", "dp")
+        autopar_levels.all_reduce([a], "sum", 1, "dp:inner4", "dp:outer4", "dp")
 
     The chain is issued where the flat collective was, and waited for where that was.
     """
 
-    inner: Mapping[Kind, int]
+    forms: Mapping[Kind, tuple[int, int]]
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Edit the graph and return the number of collectives changed."""
         changed = 0
-        for node in list(gm.graph.nodes) if self.inner else ():
+        for node in list(gm.graph.nodes) if self.forms else ():
             if node.op != "call_function" or node.target not in _IN_LEVELS:
                 continue
             stream = str(node.args[-1])
-            inner = self.inner.get((COLLECTIVES[node.target], axis_of(stream), message_bytes(node)), 1)
-            if inner > 1:
-                _in_levels(node, stream, inner)
+            form = self.forms.get((COLLECTIVES[node.target], axis_of(stream), message_bytes(node)))
+            if form is not None:
+                _in_levels(node, stream, *form)
                 changed += 1
         return changed
 
 
-def _in_levels(node: fx.Node, stream: str, inner: int) -> None:
+def _in_levels(node: fx.Node, stream: str, inner: int, chunks: int) -> None:
     arguments: Any = node.args
     values, *settings, _ = arguments
     groups = (level_name(stream, "inner", inner), level_name(stream, "outer", inner), stream)
     alone = isinstance(values, fx.Node)
+    if COLLECTIVES[node.target] == "all_reduce":  # type: ignore[index]
+        settings = [*settings, chunks]
     node.target = _IN_LEVELS[node.target]
     node.args = ([values] if alone else values, *settings, *groups)
     if alone:

@@ -44,14 +44,26 @@ class Levels:
         """Return how many ranks meet across, and how many inside."""
         return self.outer.size(), self.inner.size()
 
-    def all_reduce(self, values: Sequence[torch.Tensor], reduce: str) -> list[torch.Tensor]:
-        """Return the values reduced over all ranks, in the memory that they have."""
+    def all_reduce(self, values: Sequence[torch.Tensor], reduce: str, chunks: int) -> None:
+        """Reduce the values over all ranks, in the memory that they have.
+
+        In chunks, one is exchanged inside while another is under way across.
+        """
         whole = _Flat.of(values, self.inner.size())
-        own = self._scatter(whole.rows, reduce)
-        dist.all_reduce(own, _REDUCE[reduce][0], group=self.outer)
-        self._gather(whole.rows)
+        chunks = max(1, min(chunks, whole.rows.shape[1]))
+        parts = torch.tensor_split(whole.rows, chunks, 1)
+        across = []
+        scattered = [_Scattering.begin(parts[0], self.inner, reduce)]
+        for place in range(len(parts)):
+            scattered += [_Scattering.begin(each, self.inner, reduce) for each in parts[place + 1 : place + 2]]
+            own = scattered[place].end()
+            across.append(dist.all_reduce(own, _REDUCE[reduce][0], group=self.outer, async_op=True))
+        gathered = []
+        for part, work in zip(parts, across, strict=True):
+            work.wait()
+            gathered += _gathering(part, self.inner)
+        _finish(gathered)
         whole.give_back(values)
-        return list(values)
 
     def all_gather(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Fill the results, along dimension 0, with the values of all ranks."""
@@ -60,8 +72,8 @@ class Levels:
         rows = values[0].new_empty((inside, nodes, sum(parts)))
         own = rows[self.inner.rank()]
         torch.cat([each.reshape(-1) for each in values], out=own[self.outer.rank()])
-        _gather(own, self.outer)
-        self._gather(rows)
+        _finish(_gathering(own, self.outer))
+        _finish(_gathering(rows, self.inner))
         for result, part in zip(results, torch.split(rows.transpose(0, 1), parts, 2), strict=True):
             result.view(nodes, inside, -1).copy_(part)
 
@@ -72,15 +84,10 @@ class Levels:
         rows = values[0].new_empty((inside, nodes, sum(parts)))
         for value, part in zip(values, torch.split(rows.transpose(0, 1), parts, 2), strict=True):
             part.copy_(value.reshape(nodes, inside, -1))
-        own = _scatter(self._scatter(rows, reduce), self.outer, reduce)
+        share = _Scattering.begin(rows, self.inner, reduce).end()
+        own = _Scattering.begin(share, self.outer, reduce).end()
         for result, part in zip(results, torch.split(own.view(-1), parts), strict=True):
             result.copy_(part.view(result.shape))
-
-    def _scatter(self, rows: torch.Tensor, reduce: str) -> torch.Tensor:
-        return _scatter(rows, self.inner, reduce)
-
-    def _gather(self, rows: torch.Tensor) -> None:
-        _gather(rows, self.inner)
 
 
 @dataclass(frozen=True)
@@ -109,34 +116,53 @@ class _Flat:
             at += value.numel()
 
 
-def _scatter(rows: torch.Tensor, group: Any, reduce: str) -> torch.Tensor:
-    """Return this rank's row, reduced over the group in the memory of `rows`; the other rows are undefined then."""
-    rank, ranks = group.rank(), group.size()
-    own, (wanted, joined) = rows[rank], _REDUCE[reduce]
-    if rows.device.type != "cpu":
-        dist.reduce_scatter_tensor(own.view(-1), rows.view(-1), wanted, group=group)
-        return own
-    others = [each for each in range(ranks) if each != rank]
-    terms = [torch.empty_like(own) for _ in others]
-    works = [dist.irecv(term, group=group, group_src=each) for term, each in zip(terms, others, strict=True)]
-    works += [dist.isend(rows[each], group=group, group_dst=each) for each in others]
-    _finish(works)
-    for term in terms:
-        joined(own, term, out=own)
-    return own
+@dataclass(frozen=True)
+class _Scattering:
+    """A reduction under way whose result is this rank's row, in the memory of the rows; the others are undefined then.
+
+    On devices with streams it is whole: what runs next runs behind it.
+    """
+
+    own: torch.Tensor
+    terms: list[torch.Tensor]
+    works: list[Any]
+    reduce: str
+
+    @classmethod
+    def begin(cls, rows: torch.Tensor, group: Any, reduce: str) -> _Scattering:
+        """Return the reduction of rows over a group, begun."""
+        rank, own = group.rank(), rows[group.rank()]
+        if rows.device.type != "cpu":
+            dist.reduce_scatter_tensor(own.view(-1), rows.view(-1), _REDUCE[reduce][0], group=group)
+            return cls(own, [], [], reduce)
+        others = [each for each in range(group.size()) if each != rank]
+        terms = [torch.empty_like(own) for _ in others]
+        works = [dist.irecv(term, group=group, group_src=each) for term, each in zip(terms, others, strict=True)]
+        works += [dist.isend(rows[each], group=group, group_dst=each) for each in others]
+        return cls(own, terms, works, reduce)
+
+    def end(self) -> torch.Tensor:
+        """Return this rank's row when it is reduced; terms are joined in the order of ranks, its own first."""
+        _finish(self.works)
+        for term in self.terms:
+            _REDUCE[self.reduce][1](self.own, term, out=self.own)
+        return self.own
 
 
-def _gather(rows: torch.Tensor, group: Any) -> None:
-    """Fill the rows of all ranks of the group from the rank whose they are."""
-    rank, ranks = group.rank(), group.size()
+def _gathering(rows: torch.Tensor, group: Any) -> list[Any]:
+    """Begin to fill the rows of all ranks of the group from the rank whose they are; return what to wait for."""
+    rank = group.rank()
     own = rows[rank]
     if rows.device.type != "cpu":
         dist.all_gather_into_tensor(rows.view(-1), own.view(-1), group=group)
-        return
-    others = [each for each in range(ranks) if each != rank]
-    works = [dist.irecv(rows[each], group=group, group_src=each) for each in others]
-    works += [dist.isend(own, group=group, group_dst=each) for each in others]
-    _finish(works)
+        return []
+    others = [each for each in range(group.size()) if each != rank]
+    works = [dist.irecv(rows[each], group=group, group_src=each, tag=_GATHERED) for each in others]
+    return works + [dist.isend(own, group=group, group_dst=each, tag=_GATHERED) for each in others]
+
+
+_GATHERED = 1
+"""Tag of what is handed back, so that it is not taken for what is still to be summed."""
 
 
 def _finish(works: Sequence[Any]) -> None:
@@ -198,9 +224,11 @@ def _issue(stream: str, chain: Callable[[], object], held: Sequence[torch.Tensor
         wait_by(each, lambda: torch.cuda.current_stream(device).wait_event(ended))
 
 
-def _all_reduce_(values: list[torch.Tensor], reduce: str, inner: str, outer: str, stream: str) -> list[torch.Tensor]:
+def _all_reduce_(
+    values: list[torch.Tensor], reduce: str, chunks: int, inner: str, outer: str, stream: str
+) -> list[torch.Tensor]:
     levels = Levels(group_named(inner), group_named(outer))
-    _issue(stream, lambda: levels.all_reduce(values, reduce), values, values)
+    _issue(stream, lambda: levels.all_reduce(values, reduce, chunks), values, values)
     return values
 
 
