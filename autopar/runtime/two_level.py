@@ -49,9 +49,8 @@ class Levels:
 
         In chunks, one is exchanged inside while another is under way across.
         """
-        whole = _Flat.of(values, self.inner.size())
-        chunks = max(1, min(chunks, whole.rows.shape[1]))
-        parts = torch.tensor_split(whole.rows, chunks, 1)
+        packed = _Packed.of(values, self.inner.size(), chunks)
+        parts = packed.parts
         across = []
         scattered = [_Scattering.begin(parts[0], self.inner, reduce)]
         for place in range(len(parts)):
@@ -63,7 +62,7 @@ class Levels:
             work.wait()
             gathered += _gathering(part, self.inner)
         _finish(gathered)
-        whole.give_back(values)
+        packed.unpack()
 
     def all_gather(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Fill the results, along dimension 0, with the values of all ranks."""
@@ -91,28 +90,42 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class _Flat:
-    """Tensors as one buffer of equal rows, padded at its end; one tensor that divides is its own buffer."""
+class _Packed:
+    """Tensors as pieces of equal rows: large ones where they are, the others one behind another in a buffer."""
 
-    rows: torch.Tensor
+    parts: list[torch.Tensor]
+    small: list[torch.Tensor]
+    buffer: torch.Tensor
 
     @classmethod
-    def of(cls, values: Sequence[torch.Tensor], rows: int) -> _Flat:
-        first, total = values[0], sum(each.numel() for each in values)
-        if len(values) == 1 and first.is_contiguous() and not total % rows:
-            return cls(first.view(rows, -1))
-        length = -(-total // rows)
-        buffer = first.new_empty((rows, length))
-        torch.cat([each.reshape(-1) for each in values], out=buffer.view(-1)[:total])
-        buffer.view(-1)[total:] = 0
-        return cls(buffer)
+    def of(cls, values: Sequence[torch.Tensor], rows: int, chunks: int) -> _Packed:
+        """Return the pieces, about as large as one of so many chunks of all; the last may be padded."""
+        size = max(rows, sum(each.numel() for each in values) // chunks)
+        large = [each for each in values if cls._stays(each, rows, size)]
+        small = [each for each in values if not cls._stays(each, rows, size)]
+        parts = [part for each in large for part in cls._cut(each.view(rows, -1), size)]
+        total = sum(each.numel() for each in small)
+        buffer = values[0].new_empty((rows, -(-total // rows)))
+        if small:
+            torch.cat([each.reshape(-1) for each in small], out=buffer.view(-1)[:total])
+            buffer.view(-1)[total:] = 0
+            parts += cls._cut(buffer, size)
+        return cls(parts, small, buffer)
 
-    def give_back(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy the buffer's contents to the tensors that it was made of."""
+    @staticmethod
+    def _stays(value: torch.Tensor, rows: int, size: int) -> bool:
+        """Return whether a tensor makes pieces of its own, which are not much smaller than they should be."""
+        return value.is_contiguous() and not value.numel() % rows and 2 * value.numel() >= size
+
+    @staticmethod
+    def _cut(rows: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+        return torch.tensor_split(rows, min(rows.shape[1], max(1, round(rows.numel() / size))), 1)
+
+    def unpack(self) -> None:
+        """Copy what is in the buffer to the tensors that it was made of."""
         at = 0
-        for value in values:
-            if value.data_ptr() != self.rows.data_ptr():
-                value.copy_(self.rows.view(-1)[at : at + value.numel()].view(value.shape))
+        for value in self.small:
+            value.copy_(self.buffer.view(-1)[at : at + value.numel()].view(value.shape))
             at += value.numel()
 
 
