@@ -15,8 +15,8 @@ beside what is across of another, like the stages of a pipeline:
 
     T(k) = t_inside(n / k) + t_across(n / k) + (k - 1) max(t_inside(n / k), t_across(n / k))
 
-A gather across brings the blocks of one place inside each node, so that blocks come out in the order (place inside,
-node) and have to be permuted by a copy; a scatter permutes them before. The caller prices that copy.
+A gather across brings the blocks of one place inside each node; inside, those of each node are gathered to where they
+belong, in one call of the library for all nodes, so that nothing is permuted. A scatter is the reverse.
 
 Source: the scheme of two levels is that of MPI libraries, Thakur, Rabenseifner & Gropp 2005 (see `collectives`), and of
 NCCL users' own 2D reductions. Not modelled: the
@@ -70,7 +70,7 @@ def pieces(op: str, full_bytes: float, hops: Sequence[Hop], inside: int) -> tupl
 
 
 def two_level_s(op: str, full_bytes: float, hops: Sequence[Hop], inside: int, chunks: int = 1) -> float:
-    """Return the seconds of a collective in two levels, cut into so many chunks; copies that permute left out."""
+    """Return the seconds of a collective in two levels, cut into so many chunks."""
     parts = pieces(op, full_bytes / chunks, hops, inside)
     across_s = sum(each.seconds for each in parts if each.hops[-1].level == hops[-1].level)
     inside_s = sum(each.seconds for each in parts) - across_s

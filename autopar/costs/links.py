@@ -136,11 +136,9 @@ class Links:
         yield Price(spent, host_s(message.op, message.bytes, hops))
         for inside in splits(message.op, hops) if self.two_level else ():
             parts = pieces(message.op, message.bytes, hops, inside)
-            # Of a gather the blocks come out in another order, a scatter needs them in another one.
-            permuted_s = 0.0 if message.op == "all_reduce" else self._copy_s(message.bytes)
-            sent_s = sum(host_s(each.op, each.full_bytes, each.hops) for each in parts) + permuted_s
+            sent_s = sum(host_s(each.op, each.full_bytes, each.hops) for each in parts)
             for chunks in self._chunks(message.op):
-                spent = two_level_s(message.op, message.bytes, hops, inside, chunks) + permuted_s
+                spent = two_level_s(message.op, message.bytes, hops, inside, chunks)
                 yield Price(spent, sent_s, ranks_inside(hops, inside), chunks)
 
     def _chunks(self, op: str) -> tuple[int, ...]:

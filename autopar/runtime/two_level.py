@@ -3,9 +3,10 @@
 On gloo a chain runs on a thread of its stream, one chain after another, so that the thread that issues it goes on; on
 devices with streams it is issued at once on a stream of its own. `wait_tensor` of a result waits for the chain's end.
 
-All work on one contiguous buffer of as many rows as ranks inside: row j is rank j's share, which it sums, exchanges
-across and hands back. gloo has no reduce-scatter, and its all-gather takes memory of its own for the result: there
-ranks inside send one another rows, into place.
+All work on pieces of equal rows, one a rank of the group: its share, which it sums or hands to the others. What goes
+across is what a rank shares with the ranks of its place in other nodes; blocks are sent to where they belong, so that
+none is permuted. gloo has no reduce-scatter, and its all-gather takes memory of its own for the result: there ranks
+send one another rows, into place.
 """
 
 from __future__ import annotations
@@ -36,57 +37,63 @@ _REDUCE: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
 class Levels:
     """The groups of this rank inside the fast links and across them."""
 
-    inner: Any
-    outer: Any
+    inner: _Exchange
+    outer: _Exchange
+
+    @classmethod
+    def named(cls, inner: str, outer: str, device: torch.device) -> Levels:
+        """Return those of two process groups, for tensors on a device."""
+        direct = device.type == "cpu"
+        return cls(_Exchange(group_named(inner), direct), _Exchange(group_named(outer), direct))
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Return how many ranks meet across, and how many inside."""
-        return self.outer.size(), self.inner.size()
+        return self.outer.size, self.inner.size
 
     def all_reduce(self, values: Sequence[torch.Tensor], reduce: str, chunks: int) -> None:
         """Reduce the values over all ranks, in the memory that they have.
 
         In chunks, one is exchanged inside while another is under way across.
         """
-        packed = _Packed.of(values, self.inner.size(), chunks)
+        packed = _Packed.of(values, self.inner.size, chunks)
         parts = packed.parts
         across = []
-        scattered = [_Scattering.begin(parts[0], self.inner, reduce)]
-        for place in range(len(parts)):
-            scattered += [_Scattering.begin(each, self.inner, reduce) for each in parts[place + 1 : place + 2]]
-            own = scattered[place].end()
-            across.append(dist.all_reduce(own, _REDUCE[reduce][0], group=self.outer, async_op=True))
+        begun = self._scattering(parts[0], reduce)
+        for following in [*parts[1:], None]:
+            ready, begun = begun, begun if following is None else self._scattering(following, reduce)
+            across.append(dist.all_reduce(ready.end(), _REDUCE[reduce][0], group=self.outer.group, async_op=True))
         gathered = []
         for part, work in zip(parts, across, strict=True):
             work.wait()
-            gathered += _gathering(part, self.inner)
+            gathered += self.inner.gathering([part])
         _finish(gathered)
         packed.unpack()
+
+    def _scattering(self, part: torch.Tensor, reduce: str) -> _Scattering:
+        return self.inner.scattering([part], [part[self.inner.rank]], reduce)
 
     def all_gather(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Fill the results, along dimension 0, with the values of all ranks."""
         nodes, inside = self.sizes
-        parts = [each.numel() for each in values]
-        rows = values[0].new_empty((inside, nodes, sum(parts)))
-        own = rows[self.inner.rank()]
-        torch.cat([each.reshape(-1) for each in values], out=own[self.outer.rank()])
-        _finish(_gathering(own, self.outer))
-        _finish(_gathering(rows, self.inner))
-        for result, part in zip(results, torch.split(rows.transpose(0, 1), parts, 2), strict=True):
-            result.view(nodes, inside, -1).copy_(part)
+        for value, result in zip(values, results, strict=True):
+            blocks = result.view(nodes, inside, -1)
+            own = blocks[:, self.inner.rank]
+            own[self.outer.rank] = value.reshape(-1)
+            across = own if self.outer.direct else own.contiguous()
+            _finish(self.outer.gathering([across]))
+            if across is not own:
+                own.copy_(across)
+            _finish(self.inner.gathering(list(blocks)))
 
     def reduce_scatter(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor], reduce: str) -> None:
         """Fill the results with this rank's part, along dimension 0, of the values reduced over all ranks."""
         nodes, inside = self.sizes
-        parts = [each.numel() for each in results]
-        rows = values[0].new_empty((inside, nodes, sum(parts)))
-        for value, part in zip(values, torch.split(rows.transpose(0, 1), parts, 2), strict=True):
-            part.copy_(value.reshape(nodes, inside, -1))
-        share = _Scattering.begin(rows, self.inner, reduce).end()
-        own = _Scattering.begin(share, self.outer, reduce).end()
-        for result, part in zip(results, torch.split(own.view(-1), parts), strict=True):
-            result.copy_(part.view(result.shape))
+        for value, result in zip(values, results, strict=True):
+            blocks = value.reshape(nodes, inside, -1)
+            share = value.new_empty((nodes, blocks.shape[2]))
+            self.inner.scattering(list(blocks), list(share), reduce).end()
+            self.outer.scattering([share], [result.view(-1)], reduce).end()
 
 
 @dataclass(frozen=True)
@@ -131,47 +138,72 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _Scattering:
-    """A reduction under way whose result is this rank's row, in the memory of the rows; the others are undefined then.
+    """Reductions under way, each of rows to this rank's own row."""
 
-    On devices with streams it is whole: what runs next runs behind it.
-    """
-
-    own: torch.Tensor
+    results: list[torch.Tensor]
     terms: list[torch.Tensor]
     works: list[Any]
     reduce: str
 
-    @classmethod
-    def begin(cls, rows: torch.Tensor, group: Any, reduce: str) -> _Scattering:
-        """Return the reduction of rows over a group, begun."""
-        rank, own = group.rank(), rows[group.rank()]
-        if rows.device.type != "cpu":
-            dist.reduce_scatter_tensor(own.view(-1), rows.view(-1), _REDUCE[reduce][0], group=group)
-            return cls(own, [], [], reduce)
-        others = [each for each in range(group.size()) if each != rank]
-        terms = [torch.empty_like(own) for _ in others]
-        works = [dist.irecv(term, group=group, group_src=each) for term, each in zip(terms, others, strict=True)]
-        works += [dist.isend(rows[each], group=group, group_dst=each) for each in others]
-        return cls(own, terms, works, reduce)
-
     def end(self) -> torch.Tensor:
-        """Return this rank's row when it is reduced; terms are joined in the order of ranks, its own first."""
+        """Return the first of the reduced rows; terms are joined in the order of ranks, this one's own first."""
         _finish(self.works)
-        for term in self.terms:
-            _REDUCE[self.reduce][1](self.own, term, out=self.own)
-        return self.own
+        for place, term in enumerate(self.terms):
+            result = self.results[place % len(self.results)]
+            _REDUCE[self.reduce][1](result, term, out=result)
+        return self.results[0]
 
 
-def _gathering(rows: torch.Tensor, group: Any) -> list[Any]:
-    """Begin to fill the rows of all ranks of the group from the rank whose they are; return what to wait for."""
-    rank = group.rank()
-    own = rows[rank]
-    if rows.device.type != "cpu":
-        dist.all_gather_into_tensor(rows.view(-1), own.view(-1), group=group)
-        return []
-    others = [each for each in range(group.size()) if each != rank]
-    works = [dist.irecv(rows[each], group=group, group_src=each, tag=_GATHERED) for each in others]
-    return works + [dist.isend(own, group=group, group_dst=each, tag=_GATHERED) for each in others]
+@dataclass(frozen=True)
+class _Exchange:
+    """Collectives of one group on pieces `[ranks, m]`, a row a rank; `direct`: rows are sent from rank to rank."""
+
+    group: Any
+    direct: bool
+
+    @property
+    def size(self) -> int:
+        return int(self.group.size())
+
+    @property
+    def rank(self) -> int:
+        return int(self.group.rank())
+
+    @property
+    def _others(self) -> list[int]:
+        return [each for each in range(self.size) if each != self.rank]
+
+    def scattering(self, pieces: list[torch.Tensor], results: list[torch.Tensor], reduce: str) -> _Scattering:
+        """Begin to reduce each piece to this rank's row of it; a result may be the memory of that row."""
+        if not self.direct:
+            settings = dist.ReduceScatterOptions()
+            settings.reduceOp = _REDUCE[reduce][0]
+            flat = [each.reshape(-1) for each in pieces]
+            return _Scattering(
+                results, [], [self.group.reduce_scatter_tensor_coalesced(results, flat, settings)], reduce
+            )
+        for piece, result in zip(pieces, results, strict=True):
+            if piece[self.rank].data_ptr() != result.data_ptr():
+                result.copy_(piece[self.rank])
+        terms = [result.new_empty(result.shape) for _ in self._others for result in results]
+        ends = [(each, piece) for each in self._others for piece in pieces]
+        works = [self._receive(term, each) for term, (each, _) in zip(terms, ends, strict=True)]
+        works += [dist.isend(piece[each], group=self.group, group_dst=each) for each, piece in ends]
+        return _Scattering(results, terms, works, reduce)
+
+    def gathering(self, pieces: list[torch.Tensor]) -> list[Any]:
+        """Begin to fill the rows of pieces from the rank whose they are; return what to wait for."""
+        if not self.direct:
+            flat, own = [each.view(-1) for each in pieces], [each[self.rank] for each in pieces]
+            return [self.group.allgather_into_tensor_coalesced(flat, own)]
+        ends = [(each, piece) for each in self._others for piece in pieces]
+        works = [self._receive(piece[each], each, _GATHERED) for each, piece in ends]
+        return works + [
+            dist.isend(piece[self.rank], group=self.group, group_dst=to, tag=_GATHERED) for to, piece in ends
+        ]
+
+    def _receive(self, row: torch.Tensor, source: int, tag: int = 0) -> Any:
+        return dist.irecv(row, group=self.group, group_src=source, tag=tag)
 
 
 _GATHERED = 1
@@ -240,7 +272,7 @@ def _issue(stream: str, chain: Callable[[], object], held: Sequence[torch.Tensor
 def _all_reduce_(
     values: list[torch.Tensor], reduce: str, chunks: int, inner: str, outer: str, stream: str
 ) -> list[torch.Tensor]:
-    levels = Levels(group_named(inner), group_named(outer))
+    levels = Levels.named(inner, outer, values[0].device)
     _issue(stream, lambda: levels.all_reduce(values, reduce, chunks), values, values)
     return values
 
@@ -250,7 +282,7 @@ def _all_reduce(values: list[torch.Tensor], *settings: Any) -> list[torch.Tensor
 
 
 def _all_gather(values: list[torch.Tensor], ranks: int, inner: str, outer: str, stream: str) -> list[torch.Tensor]:
-    levels = Levels(group_named(inner), group_named(outer))
+    levels = Levels.named(inner, outer, values[0].device)
     results = [each.new_empty((each.shape[0] * ranks, *each.shape[1:])) for each in values]
     _issue(stream, lambda: levels.all_gather(values, results), (*values, *results), results)
     return results
@@ -259,7 +291,7 @@ def _all_gather(values: list[torch.Tensor], ranks: int, inner: str, outer: str, 
 def _reduce_scatter(
     values: list[torch.Tensor], reduce: str, ranks: int, inner: str, outer: str, stream: str
 ) -> list[torch.Tensor]:
-    levels = Levels(group_named(inner), group_named(outer))
+    levels = Levels.named(inner, outer, values[0].device)
     results = [each.new_empty((each.shape[0] // ranks, *each.shape[1:])) for each in values]
     _issue(stream, lambda: levels.reduce_scatter(values, results, reduce), (*values, *results), results)
     return results

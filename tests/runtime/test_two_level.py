@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from autopar.api import plan_captured
@@ -22,6 +23,7 @@ from autopar.rewrite.two_level import RunInLevels
 from autopar.runtime import Ranks
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.ranks import Groups
+from autopar.runtime.two_level import Levels
 from cost_models.cluster import ClusterSpec
 from tests.support.compiling import compile_with
 from tests.support.decide import mesh_of
@@ -91,6 +93,28 @@ def both_ways(rank: int, name: str, chunks: int) -> list[float]:
 @pytest.mark.parametrize(("name", "chunks"), [*((name, 1) for name in CALLS), *((name, 3) for name in list(CALLS)[:3])])
 def test_a_collective_in_two_levels_gives_what_the_flat_one_gives(pool: RankPool, name: str, chunks: int):
     for off in pool.values(both_ways, name, chunks):
+        assert max(off) <= 1e-14
+
+
+def by_library(rank: int) -> list[float]:
+    """Return how far the collectives of devices with streams are from flat ones, here on gloo's tensors."""
+    names = Groups.of(LINE, Ranks.join("cpu"), {}, {("dp_replicate", 2)}).names
+    sent = Levels.named(names["dp_replicate:inner2"], names["dp_replicate:outer2"], torch.device("cpu"))
+    levels = Levels(replace(sent.inner, direct=False), replace(sent.outer, direct=False))
+    value = torch.randn(16, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    reduced, gathered, scattered = value.clone(), value.new_empty(64, 3), value.new_empty(4, 3)
+    levels.all_reduce([reduced], "sum", 1)
+    levels.all_gather([value], [gathered])
+    levels.reduce_scatter([value], [scattered], "sum")
+    whole, every = value.clone(), value.new_empty(64, 3)
+    dist.all_reduce(whole)
+    dist.all_gather_into_tensor(every, value)
+    pairs = ((reduced, whole), (gathered, every), (scattered, whole[4 * rank : 4 * rank + 4]))
+    return [float((a - b).abs().max()) for a, b in pairs]
+
+
+def test_the_chains_of_devices_with_streams_give_what_flat_collectives_give(pool: RankPool):
+    for off in pool.values(by_library):
         assert max(off) <= 1e-14
 
 
