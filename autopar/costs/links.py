@@ -121,10 +121,10 @@ class Links:
 
     def _price_of(self, message: Message) -> Price:
         if message not in self._known:
-            self._known[message] = min(self._forms(message), key=lambda each: each.seconds)
+            self._known[message] = min(self.forms(message), key=lambda each: each.seconds)
         return self._known[message]
 
-    def _forms(self, message: Message) -> Iterator[Price]:
+    def forms(self, message: Message) -> Iterator[Price]:
         """Yield the price of one flat collective, then of each way to run it in two levels."""
         hops = self._hops[message.axis]
         spent = float(collective_s(message.op, message.bytes, hops))
