@@ -24,6 +24,9 @@ UNREACHABLE = math.inf
 _CHUNKS = (1, 2, 4, 8, 16)
 """Chunks of a collective in two levels that are tried."""
 
+_SURE = 0.9
+"""A collective in two levels is taken where its price is less than this share of the flat one's: prices err, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -121,7 +124,9 @@ class Links:
 
     def _price_of(self, message: Message) -> Price:
         if message not in self._known:
-            self._known[message] = min(self.forms(message), key=lambda each: each.seconds)
+            flat, *others = self.forms(message)
+            best = min(others, key=lambda each: each.seconds, default=flat)
+            self._known[message] = best if best.seconds < _SURE * flat.seconds else flat
         return self._known[message]
 
     def forms(self, message: Message) -> Iterator[Price]:

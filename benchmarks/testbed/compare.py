@@ -77,7 +77,13 @@ def fixed(strategy: str, ranks: int, batch: int, wished: Mapping[str, int]) -> d
 
 
 def cluster_of(rate: str, hosts: int, ranks_per_host: int, folder: Path) -> Path:
-    """Return the cluster file of a rate with so many hosts; ranks of one talk over its loopback interface."""
+    """Return the cluster file of a rate with so many hosts: the one measured with as many ranks, if there is one.
+
+    Ranks of one host talk over its loopback interface.
+    """
+    measured = HERE / f"cluster_{rate}_{hosts}x{ranks_per_host}.yaml"
+    if measured.is_file():
+        return measured
     document = yaml.safe_load((HERE / f"cluster_{rate}.yaml").read_text())
     document["groups"] = [{"node": "host", "count": hosts}]
     if ranks_per_host > 1:
