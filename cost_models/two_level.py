@@ -13,7 +13,10 @@ nodes of many ranks, and for p ranks the latency is that of r + h steps. The pie
 collective of the library with a call of its own, and priced as such. Cut into k chunks, what is inside of one runs
 beside what is across of another, like the stages of a pipeline:
 
-    T(k) = t_inside(n / k) + t_across(n / k) + (k - 1) max(t_inside(n / k), t_across(n / k))
+    T(k) = t_inside(n / k) + t_across(n / k) + (k - 1) max(s_inside(n / k), s_across(n / k))
+
+where s is t without the fill of the library's own pipeline, which the chunks before have filled. (32 MiB all-reduced by
+gloo on 2 hosts x 2 ranks at 1 Gbit/s, k of 1, 4, 8 and 16: 390, 354, 315 and 322 ms; `T`: 348, 311, 307, 311.)
 
 A gather across brings the blocks of one place inside each node; inside, those of each node are gathered to where they
 belong, in one call of the library for all nodes, so that nothing is permuted. A scatter is the reverse.
@@ -27,7 +30,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cost_models.collectives import collective_s
+from cost_models.collectives import collective_s, collective_terms
 from cost_models.topology import Hop
 
 TWO_LEVEL = ("all_reduce", "all_gather", "reduce_scatter")
@@ -46,6 +49,12 @@ class Piece:
     def seconds(self) -> float:
         """Return the time of the piece alone on its links."""
         return float(collective_s(self.op, self.full_bytes, self.hops))
+
+    @property
+    def following_s(self) -> float:
+        """Return the time of the piece where one like it was before it on its links."""
+        terms = collective_terms(self.op, self.full_bytes, self.hops)
+        return float(terms.total_s - terms.fill_s)
 
 
 def pieces(op: str, full_bytes: float, hops: Sequence[Hop], inside: int) -> tuple[Piece, ...]:
@@ -72,9 +81,12 @@ def pieces(op: str, full_bytes: float, hops: Sequence[Hop], inside: int) -> tupl
 def two_level_s(op: str, full_bytes: float, hops: Sequence[Hop], inside: int, chunks: int = 1) -> float:
     """Return the seconds of a collective in two levels, cut into so many chunks."""
     parts = pieces(op, full_bytes / chunks, hops, inside)
-    across_s = sum(each.seconds for each in parts if each.hops[-1].level == hops[-1].level)
-    inside_s = sum(each.seconds for each in parts) - across_s
-    return inside_s + across_s + (chunks - 1) * max(inside_s, across_s)
+    spent = sum(each.seconds for each in parts)
+    if chunks == 1:
+        return spent
+    across_s = sum(each.following_s for each in parts if each.hops[-1] is not hops[inside - 1])
+    inside_s = sum(each.following_s for each in parts if each.hops[-1] is hops[inside - 1])
+    return spent + (chunks - 1) * max(inside_s, across_s)
 
 
 def splits(op: str, hops: Sequence[Hop]) -> Iterator[int]:
