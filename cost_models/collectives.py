@@ -17,7 +17,9 @@ chunks end at the size of its buffers, so that its fill ends at a multiple of A.
 The library of the group (`Hop.library`) has these algorithms of all_reduce, and `auto` takes the
 fastest for each size:
     ring              NCCL: p chunks go round, so nothing is left to fill, and every step waits for a
-                      whole chunk (`ring_latency_factor`). gloo: chunks as in a tree.
+                      whole chunk (`ring_latency_factor`). gloo: chunks as in a tree, but across several levels p
+                      chunks as NCCL's (2 hosts x 2 ranks at 1 Gbit/s, 1, 8 and 32 MiB: measured 14, 115 and 436 ms,
+                      so priced 18, 108 and 416, filled like a tree 35, 155 and 510)
     low_latency_ring  NCCL's LL protocol: flags travel with the data, a quarter of the bandwidth
     tree              two binary trees over each level: an inner endpoint of one is a leaf of the other, so
                       each sends n/2 up and n/2 to two children in one and n/2 up in the other: 2 n at most
@@ -227,15 +229,15 @@ def _algorithms(op: str, algorithm: str, hops: Sequence[Hop]) -> tuple[str, ...]
 def _terms(op: str, sizes: FloatArray, hops: Sequence[Hop], algorithm: str) -> Terms:
     latency_s, transfer_s, formulas = _PARTS[algorithm](op, sizes, [hop.serving(op) for hop in hops])
     call_s = max(hop.call_s for hop in hops)
-    total, numbers = _total(algorithm, _library(hops))
+    total, numbers = _total(algorithm, _library(hops), len(hops))
     total_s = total.evaluate(call=call_s, A=latency_s, N=transfer_s, **numbers)
     fill_s = total_s - call_s - latency_s - transfer_s
     return Terms(algorithm, call_s, latency_s, transfer_s, fill_s, (total, *formulas))
 
 
-def _total(algorithm: str, library: Library) -> tuple[Formula, Mapping[str, float]]:
+def _total(algorithm: str, library: Library, levels: int) -> tuple[Formula, Mapping[str, float]]:
     """Return the formula that puts the parts together, and the library's own numbers in it."""
-    if algorithm in ("pairwise", "direct") or (library.name == "nccl" and algorithm in _RINGS):
+    if algorithm in ("pairwise", "direct") or (algorithm in _RINGS and (library.name == "nccl" or levels > 1)):
         return FORMULAS["whole_message"], {}
     if math.isinf(library.fill_limit):
         return FORMULAS["total"], {}

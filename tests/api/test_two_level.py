@@ -57,7 +57,7 @@ class Mlp(nn.Module):
 
 def plan_mlp(cluster: Path, **options: object) -> Plan:
     with torch.device("meta"):
-        model, x = Mlp(256), torch.empty(64, 256)
+        model, x = Mlp(1024), torch.empty(64, 1024)
     return autopar.plan(model, cluster, example_inputs=(x, x), optimizer="sgd", **options)
 
 
@@ -79,7 +79,7 @@ def test_a_group_within_a_node_is_flat(cluster: Path):
 
 @pytest.mark.parametrize("fix", [{"dp_replicate": 4}, {"dp_shard": 4, "zero": 3}])
 def test_what_is_emitted_is_what_the_plan_says(cluster: Path, fix: dict[str, object]):
-    model, x = Mlp(256), torch.randn(64, 256)
+    model, x = Mlp(1024), torch.randn(64, 1024)
     captured = capture(model, (x, x))
     options = PlanOptions.parse(fix=fix, optimizer="sgd")
 
