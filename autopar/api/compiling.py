@@ -250,7 +250,7 @@ class Job:
             decisions = evaluated(self._follow(plan, captured), plan.decisions)
         with self.ranks.together("rewrite the program"):
             if decisions.recompute:
-                captured = recomputed(captured, decisions.recompute["*"])  # type: ignore[arg-type]
+                captured = recomputed(captured, decisions.recompute)
             if is_staged(decisions):
                 return staged_program(
                     captured,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.search.meshes import Candidate
@@ -38,7 +38,7 @@ def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy
     """
     along = {name: found[0].axes[0] for name, found in options.items()}
     counted = _of_inputs_alone(graph)
-    for op in graph.ops:
+    for op in _kinds(graph):
         mine = along[graph.representative(op.name)]
         if mine.inner and not op.target.startswith(_COUNTED_FIRST):
             raise _needs_all(op)
@@ -46,6 +46,17 @@ def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy
             source = along[graph.representative(ref.op)]
             if _crosses(graph, op, slot, mine, source, counted):
                 raise _needs_all(op)
+
+
+@once_per_graph
+def _kinds(graph: Graph) -> tuple[Op, ...]:
+    """Return the operators, of those that share their decisions and read from such one only."""
+    counted = _of_inputs_alone(graph)
+    found: dict[object, Op] = {}
+    for op in graph.ops:
+        reads = tuple((graph.representative(ref.op), ref.index, ref.op in counted) for ref in op.refs)
+        found.setdefault((graph.representative(op.name), reads), op)
+    return tuple(found.values())
 
 
 def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, counted: frozenset[str]) -> bool:
@@ -59,6 +70,7 @@ def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, 
     return not (isinstance(have, Partial) and isinstance(need, Replicate) and ref.op in counted)
 
 
+@once_per_graph
 def _of_inputs_alone(graph: Graph) -> frozenset[str]:
     """Return the operators that depend on inputs and constants only."""
     found: set[str] = set()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 
+from autopar.api.lightening import lighter
 from autopar.api.pipelining import Wanted
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
 from autopar.api.wishes import Wishes
@@ -34,6 +35,12 @@ _UNLIKELY = 1.25
 _REFINED = 2
 """Pipelines whose other schedules are tried."""
 
+_LIGHTENED = 2
+"""Plans that recompute all in which less is tried, beside the fastest."""
+
+_PROVEN = 8
+"""Trials that are relaxed only to say how much better a plan could be that recomputes less."""
+
 _SAMPLED = 2
 """Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
 
@@ -46,6 +53,9 @@ class Outer:
     wishes: Wishes
     progress: Progress
     started: float = field(default_factory=time.monotonic)
+    mixes: bool = False
+    """Whether blocks may be recomputed each in its way."""
+
     interrupted: bool = field(init=False, default=False)
     solved: list[Solved] = field(init=False, default_factory=list)
     _free_s: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
@@ -77,6 +87,8 @@ class Outer:
             self._solve(waiting, len(waiting))
             if others:
                 self._run_others(others)
+            if self.mixes:
+                self._lighten()
         except KeyboardInterrupt:
             self.interrupted = True
             known = {one.trial for one in self.solved}
@@ -86,7 +98,9 @@ class Outer:
     def _run_others(self, others: Sequence[Trial]) -> None:
         left = []
         for trial in others:
-            if self._is_beaten(trial):
+            if (uneven := self.solving.uneven(trial)) is not None:
+                self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=uneven))
+            elif self._is_beaten(trial):
                 self._give_up([trial])
             elif self.solving.rough(trial.recompute, self.wishes).fits(_shape(trial), self.solving.budget):
                 left.append(trial)
@@ -176,6 +190,43 @@ class Outer:
             if found is not None and found.step_s < one.step_s:
                 one.pipeline, one.step_s = found, found.step_s
 
+    def _lighten(self) -> None:
+        """Recompute less in the most promising plans that recompute all, and say what that leaves proven."""
+        full = [one for one in self.solved if one.trial.recompute == "full" and one.outcome is not None]
+        fastest = sorted(full, key=lambda each: each.step_s)[:1]
+        likely = sorted(full, key=lambda each: (self._lightest_s(each.trial), each.step_s))
+        for one in [*fastest, *(each for each in likely[:_LIGHTENED] if each not in fastest)]:
+            if self._lightest_s(one.trial) >= self.best_s * (1.0 - self.solving.options.gap):
+                continue
+            self.progress.phase("recompute less")
+            found = lighter(self.solving, self.wishes, one, self.left_s)
+            if found is not None:
+                self.solved.append(found)
+        self._prove()
+        for one in self.solved:
+            if self._is_open(one):
+                bound = min(one.solution.bound_s, self._lightest_s(one.trial))
+                one.solution = replace(one.solution, bound_s=bound)
+
+    def _prove(self) -> None:
+        """Relax, nothing recomputed and memory no limit, the trials that leave the most room below the best plan."""
+        for _ in range(_PROVEN):
+            left = [one.trial for one in self.solved if self._is_open(one) and _without(one.trial) not in self._free_s]
+            least = min(left, key=self._lightest_s, default=None)
+            # What leaves as much room and stays as it is makes more proofs idle.
+            stays = [one for one in self.solved if not self._is_open(one) and one.solution.status != "infeasible"]
+            room = min([self.best_s * (1.0 - self.solving.options.gap), *(one.solution.bound_s for one in stays)])
+            if least is None or self._lightest_s(least) >= room:
+                return
+            self._free_s[_without(least)] = self._relaxed_s(replace(least, recompute="none")) / least.depth
+
+    def _is_open(self, one: Solved) -> bool:
+        return one.trial.recompute != "none" and one.solution.status != "infeasible"
+
+    def _lightest_s(self, trial: Trial) -> float:
+        """Return a bound of a trial's mesh whatever is recomputed."""
+        return self._known_bound_s(replace(trial, recompute="none"))
+
     def _other_schedules(self, trial: Trial) -> list[Wanted]:
         most = self.solving.rough(trial.recompute, self.wishes).blocks // trial.depth
         found = [Wanted(trial.depth, "zb_h1")]
@@ -248,14 +299,17 @@ class Outer:
             count = self.solving.program.batch_size // size
             in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
             tensor = (MeshAxis("tp", width),) if width > 1 else ()
-            try:
-                _, pricing = self.solving.price(Trial((*in_time, *tensor), 1, recompute), self.wishes)
-            except (CostModelError, InfeasibleError):
-                self._work_s[key] = inf
-            else:
-                limits = Limits(inf, max(self.left_s, 0.1), seed=self.solving.options.seed)
-                self._work_s[key] = Ilp(pricing.table).relaxed(limits).free_s / count
+            self._work_s[key] = self._relaxed_s(Trial((*in_time, *tensor), 1, recompute)) / count
         return self._work_s[key]
+
+    def _relaxed_s(self, trial: Trial) -> float:
+        """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another."""
+        try:
+            _, pricing = self.solving.price(trial, self.wishes)
+        except (CostModelError, InfeasibleError):
+            return inf
+        limits = Limits(inf, max(self.left_s, 0.1), seed=self.solving.options.seed)
+        return Ilp(pricing.table).relaxed(limits).free_s
 
 
 def _shape(trial: Trial) -> Shape:
@@ -266,6 +320,10 @@ def _shape(trial: Trial) -> Shape:
 
 def _kin(trial: Trial) -> tuple[object, ...]:
     return trial.mesh, trial.depth, trial.recompute
+
+
+def _without(trial: Trial) -> tuple[object, ...]:
+    return _kin(replace(trial, recompute="none"))
 
 
 def _left(trial: Trial, bound_s: float, why: str) -> Solved:

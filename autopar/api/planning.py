@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
@@ -24,7 +25,7 @@ from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.ilp import Limits, Solution, smallest_peak
 from autopar.search.meshes import Candidate, MeshAxis, Role, candidates
-from autopar.search.trials import Recompute, Trial, depths, in_time
+from autopar.search.trials import Trial, Uniform, depths, in_time, ways_of
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
@@ -75,7 +76,7 @@ class Planner:
         wishes = read_wishes(self.options)
         check_names(self.program.graph, wishes)
         whole, others, hopeless = self._trials(wishes)
-        outer = Outer(self._solving, wishes, self.progress, started)
+        outer = Outer(self._solving, wishes, self.progress, started, mixes=len(self._recompute_ways()) > 1)
         outer.solved += hopeless
         outer.run(whole, others)
         best = outer.best
@@ -89,12 +90,12 @@ class Planner:
             best = self._plainer(best, outer, wishes)
         return self._finish(best, outer, time.monotonic() - started)
 
-    def _recompute_ways(self) -> tuple[Recompute, ...]:
+    def _recompute_ways(self) -> tuple[Uniform, ...]:
         """Return the recomputations to try in order: the next one where nothing fits with those before."""
         fixed = self.options.fix.get("recompute")
         if fixed == "none" or "recompute" in self.options.forbid:
             return ("none",)
-        chosen: tuple[Recompute, ...] = ("selective", "per_operator", "full")
+        chosen: tuple[Uniform, ...] = ("selective", "per_operator", "full")
         return next(((way,) for way in chosen if way == fixed), ("none", "full"))
 
     def follow(self, known: Decisions) -> Decisions:
@@ -294,7 +295,6 @@ class Planner:
             decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
         batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
         solver = _solver(best, solved, seconds, options)
-        recompute = {} if best.trial.recompute == "none" else {"*": best.trial.recompute}
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
@@ -309,7 +309,7 @@ class Planner:
                 tokens_per_step=self.program.tokens_per_step,
             ),
             cluster=self.cluster.to_dict(),
-            decisions=replace(decisions, recompute=recompute),
+            decisions=replace(decisions, recompute=ways_of(best.trial.recompute)),
             estimates=estimates,
             solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
@@ -402,6 +402,9 @@ def _named(one: Solved, why: str) -> str:
     parts = []
     if one.trial.microbatches > 1:
         parts.append(f"{one.trial.microbatches} micro-batches")
-    if one.trial.recompute != "none":
-        parts.append(f"recompute {one.trial.recompute}")
+    ways = Counter(ways_of(one.trial.recompute).values())
+    if isinstance(one.trial.recompute, str):
+        parts += [f"recompute {way}" for way in ways]
+    else:
+        parts += [f"recompute {way} in {count} blocks" for way, count in sorted(ways.items())]
     return f"{why} ({', '.join(parts)})" if parts else why

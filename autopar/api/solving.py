@@ -23,7 +23,7 @@ from autopar.search.cuts import NoCut
 from autopar.search.ilp import Ilp, Limits, Solution, solve_program
 from autopar.search.meshes import MeshAxis
 from autopar.search.stages import most_in_flight
-from autopar.search.trials import Recompute, Trial
+from autopar.search.trials import Recompute, Trial, ways_of
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisChoices, compose
 from cost_models.cluster import ClusterSpec
@@ -84,7 +84,8 @@ class Solving:
         """Return the program with its layers recomputed or not, equal ones apart where the wishes tell them apart."""
         key = (recompute, bool(wishes.constraints or wishes.resting))
         if key not in self._graphs:
-            graph = self.program if recompute == "none" else recomputed_graph(self.program, recompute)
+            ways = ways_of(recompute)
+            graph = recomputed_graph(self.program, ways) if ways else self.program
             self._graphs[key] = unfold_if_split(graph, wishes)
         return self._graphs[key]
 
@@ -134,6 +135,14 @@ class Solving:
             int(trial.microbatches > 1),
             two_level=self.options.two_level and trial.depth == trial.microbatches == 1,
         )
+
+    def uneven(self, trial: Trial) -> str | None:
+        """Return why stages and their mesh cannot be laid on the cluster's levels (three ranks of eight, say)."""
+        try:
+            Links(self.cluster, (trial.depth, *(axis.size for axis in trial.ranks)))
+        except CostModelError as error:
+            return str(error)
+        return None
 
     def bound(self, trial: Trial, wishes: Wishes, left_s: float) -> Waiting | Solved:
         """Return the trial with the bound of its relaxation, or that it is impossible."""

@@ -25,7 +25,7 @@ from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
 from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis
-from autopar.search.trials import Recompute, Trial
+from autopar.search.trials import Trial, Uniform
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.memory import process_bytes
@@ -124,13 +124,13 @@ def estimates_of(read: TrainingRow) -> Estimates:
 
 
 @lru_cache(maxsize=2)
-def _recomputed(key: ProgramKey, way: Recompute) -> Graph:
+def _recomputed(key: ProgramKey, way: Uniform) -> Graph:
     """Return a program in which what is recomputed runs again; what is known of the graph stays known for all rows."""
     graph = _graph(*key)
     return graph if way == "none" else recomputed_graph(graph, way)
 
 
-def _recompute(read: TrainingRow) -> Recompute:
+def _recompute(read: TrainingRow) -> Uniform:
     match read.recompute:
         case "selective":
             return "per_operator" if read.stack.per_operator else "selective"

@@ -21,6 +21,7 @@ from typing import Literal
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.errors import StalePlanError
 from autopar.ir.graph import Arg, Graph, Op, Ref
 
 SUFFIX = "_again"
@@ -39,17 +40,31 @@ selective     the core of attention: scores, and kernels that have them inside (
 per_operator  all but attention kernels and every second matrix product (torchtitan's `selective_ac_option: op`)
 """
 
+Ways = Mapping[str, str]
+"""The way of each block that is recomputed, by its path; `*` stands for all blocks that are not named."""
+
+KEPT = "none"
+"""The way of a block of which nothing runs again."""
+
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default")
 
 
-def recomputed(captured: Captured, way: Way = "full") -> Captured:
-    """Return the program in which every block of layers (a child of a module list) is recomputed in backward.
+def recomputed(captured: Captured, ways: Ways) -> Captured:
+    """Return the program in which blocks of layers (children of module lists) are recomputed in backward.
 
     The joint graph is changed in place: `captured` must not be used afterwards.
+
+    Raises:
+        StalePlanError: a path names no block of this program, or a way does not exist.
     """
-    plan = copies_of(captured.graph, way)
+    plan = copies_of(captured.graph, ways)
     _copy_nodes(captured, plan)
-    return dataclasses.replace(captured, graph=recomputed_graph(captured.graph, way))
+    return dataclasses.replace(captured, graph=recomputed_graph(captured.graph, ways))
+
+
+def blocks_of(graph: Graph) -> list[str]:
+    """Return the paths of the blocks that can be recomputed, in the order they run."""
+    return list(dict.fromkeys(block_of(op) for op in graph.ops if _repeats(op)))
 
 
 def block_of(op: Op) -> str:
@@ -58,9 +73,12 @@ def block_of(op: Op) -> str:
     return match.group(0) if match else ""
 
 
-def copies_of(graph: Graph, way: Way = "full") -> dict[str, tuple[str, ...]]:
-    """Return the forward operators to run again, in order, by the backward operator before which they run."""
-    chosen = _chosen(graph, way)
+def copies_of(graph: Graph, way: Way | Ways = "full") -> dict[str, tuple[str, ...]]:
+    """Return the forward operators to run again, in order, by the backward operator before which they run.
+
+    With one way, that is the way of all blocks.
+    """
+    chosen = _chosen(graph, way) if isinstance(way, str) else _chosen_by_block(graph, way)
     forward = {op.name: block_of(op) for op in graph.ops if _repeats(op) and op.name in chosen}
     kept = {
         ref.op
@@ -80,10 +98,11 @@ def copies_of(graph: Graph, way: Way = "full") -> dict[str, tuple[str, ...]]:
             if block is not None and ref.op not in kept:
                 first.setdefault(block, op.name)
                 _need(graph, ref.op, forward, kept, wanted.setdefault(block, set()))
-    return {first[block]: tuple(op.name for op in graph.ops if op.name in names) for block, names in wanted.items()}
+    order = {block: sorted(names, key=graph.position.__getitem__) for block, names in wanted.items()}
+    return {first[block]: tuple(names) for block, names in order.items()}
 
 
-def recomputed_graph(graph: Graph, way: Way = "full") -> Graph:
+def recomputed_graph(graph: Graph, way: Way | Ways = "full") -> Graph:
     """Return the graph with the copies in it; equal layers' copies are as equal as they."""
     plan = copies_of(graph, way)
     needed = {name for names in plan.values() for name in names}
@@ -100,12 +119,13 @@ def recomputed_graph(graph: Graph, way: Way = "full") -> Graph:
             ops.append(_renamed(copied, of_block[block_of(copied)]))
         ops.append(_reading_copies(op, needed) if op.phase == "backward" else op)
     fold = dict(graph.fold)
-    for name in again:
+    copied_first: dict[str, str] = {}
+    for name in sorted(again, key=graph.position.__getitem__):
         rep = graph.representative(name)
         if way == "whole":  # what nobody reads has no layout of its own to decide
             fold[name + SUFFIX] = rep
-        elif rep != name and rep in again:
-            fold[name + SUFFIX] = rep + SUFFIX
+        elif (first := copied_first.setdefault(rep, name)) != name:
+            fold[name + SUFFIX] = first + SUFFIX
     if way == "whole":
         return dataclasses.replace(graph, ops=tuple(ops), fold=fold)
     return dataclasses.replace(graph, ops=tuple(ops), fold=_congruent(tuple(ops), fold))
@@ -123,6 +143,28 @@ def _to_their_ends(graph: Graph, plan: Mapping[str, tuple[str, ...]]) -> dict[st
         if op.kind == "call" and op.phase == "forward" and block_of(op):
             calls.setdefault(block_of(op), []).append(op.name)
     return {anchor: tuple(calls[block_of(graph.by_name[names[0]])]) for anchor, names in plan.items()}
+
+
+def _chosen_by_block(graph: Graph, ways: Ways) -> frozenset[str]:
+    """Return the same where blocks have ways of their own."""
+    known = blocks_of(graph)
+    unknown = [path for path in ways if path != "*" and path not in known]
+    if unknown:
+        shown = f"{known[0]} to {known[-1]}" if known else "none"
+        raise StalePlanError(
+            f"the plan recomputes {unknown[0]}, which is no block of this program ({shown}); plan again for this model"
+        )
+    chosen: dict[str, frozenset[str]] = {KEPT: frozenset()}
+    for way in {*ways.values()} - {KEPT}:
+        match way:
+            case "full" | "whole" | "selective" | "per_operator":
+                chosen[way] = _chosen(graph, way)
+            case _:
+                raise StalePlanError(
+                    f"the plan recomputes by {way!r}; known are none, selective, per_operator and full"
+                )
+    every = ways.get("*", KEPT)
+    return frozenset(op.name for op in graph.ops if op.name in chosen[ways.get(block_of(op), every)])
 
 
 def _chosen(graph: Graph, way: Way) -> frozenset[str]:
@@ -201,13 +243,14 @@ def _reading_copies(op: Op, again: set[str]) -> Op:
 
 
 def _congruent(ops: tuple[Op, ...], fold: dict[str, str]) -> dict[str, str]:
-    """Return the fold without operators that no longer read what their representative reads, layer for layer."""
-    by_name = {op.name: op for op in ops}
-    return {
-        name: rep
-        for name, rep in fold.items()
-        if [ref.op.endswith(SUFFIX) for ref in by_name[name].refs] == [r.op.endswith(SUFFIX) for r in by_name[rep].refs]
-    }
+    """Return the fold among operators that read copies in the same places: of some layers all, of others none."""
+    found: dict[str, str] = {}
+    first: dict[tuple[str, tuple[bool, ...]], str] = {}
+    for op in ops:
+        place = (fold.get(op.name, op.name), tuple(ref.op.endswith(SUFFIX) for ref in op.refs))
+        if (rep := first.setdefault(place, op.name)) != op.name:
+            found[op.name] = rep
+    return found
 
 
 def _copy_nodes(captured: Captured, plan: Mapping[str, tuple[str, ...]]) -> None:

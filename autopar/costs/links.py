@@ -150,10 +150,6 @@ class Links:
         """Return into how many chunks a collective in two levels can be cut: only where a host's thread runs it."""
         return _CHUNKS if op == "all_reduce" and self.cluster.device.kind == "cpu" else (1,)
 
-    def hidden_s(self, message: Message) -> float:
-        """Return how many of a collective's seconds computation can run behind."""
-        return self._overlap[message.axis] * max(0.0, self.message_s(message) - self._blocking_s[message.axis])
-
     def step_s(self, step: Step, meta: TensorMeta, *, flat: bool = False) -> float:
         """Return the seconds of one reshard step, with the copies it makes beside the wire."""
         moved = step.message_numel(meta.shape, self.sizes) * meta.item_bytes

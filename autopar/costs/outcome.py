@@ -338,11 +338,17 @@ class Outcome:
             total += known[rep]
         return self.microbatches * total
 
+    @cached_property
+    def memory_curve(self) -> Floats:
+        """Return the bytes held at each position of the program."""
+        copies = [pairs(group, self.options) for group in self.pricing.table.groups]
+        held: Floats = self.pricing.table.memory_curve(self.options, copies) + self.merging_bytes()
+        return held
+
     def memory(self) -> Memory:
         """Return the bytes held at the peak, by what they are."""
-        graph, sizes, pricing = self.graph, self.links.sizes, self.pricing
-        copies = [pairs(group, self.options) for group in pricing.table.groups]
-        curve = pricing.table.memory_curve(self.options, copies) + self.merging_bytes()
+        graph, sizes = self.graph, self.links.sizes
+        curve = self.memory_curve
         at = int(np.argmax(curve))
         parameters = optimizer = gradients = activations = 0.0
         for op in graph.ops:

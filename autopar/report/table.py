@@ -16,6 +16,9 @@ from autopar.ir.timeline import Timeline
 from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, costly_operators, layout_text, parameter_groups, summary
 from autopar.report.schedule_picture import schedule_picture
 
+_NAMED = 4
+"""Blocks of one way whose paths are printed."""
+
 _TOP = 12
 """Rows of a table that could have thousands."""
 
@@ -87,6 +90,7 @@ def _sections(plan: Plan) -> Iterator[tuple[str, Row, Iterable[Row]]]:
     names = " ".join(plan.decisions.mesh.names)
     yield "mesh", ("axis", ">size", "level"), ((axis.name, str(axis.size), axis.level) for axis in axes)
     yield f"stages ({plan.decisions.schedule.name})", _STAGE_HEADS, _stage_rows(plan)
+    yield "recomputation in backward", ("way", ">blocks", "which"), _recompute_rows(plan)
     yield "time of a step", ("part", ">seconds", ">share"), _time_rows(plan)
     yield "memory of a device", ("part", ">bytes", ">share"), _memory_rows(plan)
     yield f"parameters ({names})", ("name", ">count", "shape", "placements", "gather"), _parameter_rows(plan)
@@ -118,6 +122,17 @@ def _stage_rows(plan: Plan) -> Iterator[Row]:
             parts = (found.forward_s, found.input_gradient_s, found.weight_gradient_s, found.step_time_s)
             figures = [*map(format_seconds, parts), format_bytes(found.peak_memory_bytes)]
         yield str(stage.index), shown[0], shown[-1], *figures
+
+
+def _recompute_rows(plan: Plan) -> Iterator[Row]:
+    """Yield a row a way of recomputing blocks; none where nothing runs again."""
+    ways: dict[str, list[str]] = {}
+    for path, way in plan.decisions.recompute.items():
+        ways.setdefault(way, []).append(path)
+    for way, paths in sorted(ways.items()):
+        every = paths == ["*"]
+        shown = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
+        yield way, "all" if every else str(len(paths)), "" if every else shown
 
 
 def _time_rows(plan: Plan) -> Iterator[Row]:

@@ -9,7 +9,11 @@ from typing import Literal
 
 from autopar.search.meshes import Candidate, MeshAxis, Role
 
-Recompute = Literal["none", "selective", "per_operator", "full", "whole"]
+Uniform = Literal["none", "selective", "per_operator", "full", "whole"]
+"""One way of recomputing all blocks."""
+
+Recompute = Uniform | tuple[tuple[str, str], ...]
+"""One way of recomputing all blocks, or the ways of those that are, by their paths."""
 
 DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard")
 """Roles of the axes along which the batch is split."""
@@ -47,6 +51,13 @@ class Trial:
     def ranks(self) -> Candidate:
         """Return the mesh without its micro-batches."""
         return self.mesh[1:] if self.microbatches > 1 else self.mesh
+
+
+def ways_of(recompute: Recompute) -> dict[str, str]:
+    """Return the way of each block that is recomputed, `*` for all, as plans have it."""
+    if isinstance(recompute, str):
+        return {} if recompute == "none" else {"*": recompute}
+    return dict(recompute)
 
 
 def depths(devices: int, blocks: int) -> list[int]:

@@ -39,7 +39,12 @@ class _Follower:
         self._graph, self._count, self._options = graph, count, found
         self._follow: dict[str, Strategy] = {}
         self._placed: dict[Ref, Placement | None] = {}
-        self._facts: defaultdict[Ref, Fact] = defaultdict(Fact)
+        self._facts: dict[Ref, Fact] = {}
+        """Of values of which nothing is known there is none."""
+
+        self._known: dict[tuple[str, tuple[Placement | None, ...]], Strategy] = {}
+        """Strategies by representative and by where what it reads is, where nothing is known of that."""
+
         self._sorts: dict[str, Ref] = {}
         self._blank: set[str] = set()
         self._results = {output.ref for output in graph.outputs if output.ref is not None}
@@ -67,10 +72,15 @@ class _Follower:
 
     def _call(self, op: Op) -> None:
         rep = self._graph.representative(op.name)
+        plain = self._plainly(op, rep)
+        if plain is not None:
+            for index, placement in enumerate(plain.outputs):
+                self._placed[Ref(op.name, index)] = placement
+            return
         metas = tuple(self._graph.meta(ref) for ref in op.refs)
         now = tuple(self._placed[ref] for ref in op.refs)
         call = Call(op, metas, self._count, ())
-        seen = Seen(op, call, now, tuple(self._facts[ref] for ref in op.refs), self._sorts)
+        seen = Seen(op, call, now, tuple(self._facts.get(ref, Fact()) for ref in op.refs), self._sorts)
         try:
             mine, facts = self._found(seen, rep)
             if self._follow.setdefault(rep, mine) != mine:
@@ -82,6 +92,8 @@ class _Follower:
             mine, facts = call.replicated(), (Fact(),) * len(op.outputs)
             self._follow[rep] = mine
         blank = self._is_blank(op)
+        if not blank and not any(ref in self._facts for ref in op.refs) and all(each == Fact() for each in facts):
+            self._known[rep, now] = mine
         if op.target.startswith("aten.sort.") and facts[0].tells is not None and is_ascending(op):
             self._sorts[op.name] = facts[0].tells[1]
         if blank:
@@ -89,7 +101,16 @@ class _Follower:
         for index, placement in enumerate(mine.outputs):
             ref = Ref(op.name, index)
             self._placed[ref] = None if blank else placement
-            self._facts[ref] = Fact(ANY) if blank else facts[index]
+            fact = Fact(ANY) if blank else facts[index]
+            if fact != Fact():
+                self._facts[ref] = fact
+
+    def _plainly(self, op: Op, rep: str) -> Strategy | None:
+        """Return the strategy of an operator equal to one before that read the same; nothing is known of its rows."""
+        if any(ref in self._facts for ref in op.refs):
+            return None
+        mine = self._known.get((rep, tuple([self._placed[ref] for ref in op.refs])))
+        return mine if mine is not None and mine == self._follow[rep] else None
 
     def _found(self, seen: Seen, rep: str) -> tuple[Strategy, tuple[Fact, ...]]:
         own = RULES[seen.op.target](seen) if seen.op.target in RULES else linear(seen)

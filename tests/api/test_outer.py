@@ -126,3 +126,11 @@ def test_meshes_and_sizes_to_try():
     assert sizes_worth_trying(2, 8) == [1]
     free = (MeshAxis("free", 2),)
     assert in_time([free], 4, 2, 2) == [(MeshAxis("microbatch", 2), MeshAxis("tp", 2)), (MeshAxis("dp_shard", 2),)]
+
+
+def test_meshes_that_no_node_divides_into_are_left_out():
+    spec = ClusterSpec.parse("a100-sxm-80gb:8x3")
+    plan = plan_captured(CAPTURED, "Deep", spec, PlanOptions.parse(), Silent())
+
+    assert plan.decisions.mesh.world_size * plan.decisions.degrees["pp"] == 24
+    assert plan.decisions.degrees["tp"] in {1, 2, 4, 8}

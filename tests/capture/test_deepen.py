@@ -18,7 +18,16 @@ def _graph(name: str, layers: int) -> Graph:
     return capture(model, inputs).graph
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "mixtral-tiny"])
+QUICK = {"gpt-tiny", "mixtral-tiny"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,))
+        for name in ("gpt-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "mixtral-tiny")
+    ],
+)
 def test_repeating_layers_of_a_shallow_capture_gives_the_deep_capture(name: str) -> None:
     row = "blocks" if name.startswith("gpt") else "layers"
 

@@ -155,3 +155,15 @@ def test_stages_are_shown_with_blocks_seconds_bytes_and_a_picture_of_their_sched
 
 def test_a_plan_without_stages_has_no_timeline(small_plan: Plan):
     assert planned_timeline(small_plan) is None
+
+
+def test_recomputed_blocks_are_counted_and_named(small_plan: Plan):
+    ways = {f"layers.{at}": "full" for at in range(6)} | {"layers.6": "per_operator"}
+    some = table_text(replace(small_plan, decisions=replace(small_plan.decisions, recompute=ways)))
+    every = table_text(replace(small_plan, decisions=replace(small_plan.decisions, recompute={"*": "full"})))
+
+    assert "layers.0, layers.1, layers.2, layers.3 and 2 more" in some
+    assert "per_operator" in some
+    assert "layers.6" in some
+    assert [line.split() for line in every.splitlines() if line.startswith("full")] == [["full", "all"]]
+    assert "recomputation" not in table_text(small_plan)

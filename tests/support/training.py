@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autopar
+from cost_models.cluster import ClusterSpec
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train(reference: nn.Module, example: Any, cluster: str, fix: dict[str, Any], scale: float = 1.0) -> Trained:
+def train(
+    reference: nn.Module, example: Any, cluster: str | ClusterSpec, fix: dict[str, Any], scale: float = 1.0
+) -> Trained:
     """Train a model and its compiled copy for three steps of AdamW, backward from `scale` times the loss.
 
     Losses must agree at every step, and after them in evaluation.

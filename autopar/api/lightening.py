@@ -1,0 +1,126 @@
+"""Recomputation block by block: what a plan that recomputes everything need not recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from autopar.api.pipelining import Pipelined
+from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.wishes import Wishes
+from autopar.capture.recompute import KEPT, SUFFIX, block_of, blocks_of, copies_of
+from autopar.costs.again import Again
+from autopar.costs.outcome import Outcome
+from autopar.ir.graph import Graph
+from autopar.ir.stages import stage_of
+from autopar.search.recomputing import Room, Ways, cheapest, held
+from autopar.search.stages import most_in_flight
+from autopar.search.trials import Recompute, Uniform
+
+_WAYS: tuple[Uniform, ...] = ("none", "selective", "per_operator", "full")
+
+_WORTH = 0.01
+"""Share of the memory that has to be left for another choice to be tried."""
+
+_TRIES = 6
+"""Choices that are solved: their layouts are chosen anew, and memory rows tell more than what is foreseen here."""
+
+
+def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Solved | None:
+    """Return a faster plan on the mesh of a solved trial that recomputes all, which recomputes less; `None` if none."""
+    if one.outcome is None or one.trial.recompute != "full":
+        return None
+    again = _again(solving.graph("none", wishes), one.outcome)
+    if not again.paths:
+        return None
+    ways = _ways(again)
+    rooms = list(_staged_rooms(again, one.outcome, one.pipeline) if one.pipeline else _rooms(again))
+    least = max(room.held_bytes for room in rooms)
+    low, limit, best = least, float(solving.budget), None
+    high = inf
+    for _ in range(_TRIES):
+        chosen = cheapest(ways, rooms, limit)
+        recompute = _named(again.paths, chosen) if chosen is not None else "full"
+        if chosen is None or recompute == "full" or left_s <= 0:
+            break
+        foreseen = max(held(ways, room, chosen) for room in rooms)
+        found = None if recompute == "none" else _solved(solving, wishes, best or one, recompute, left_s)
+        if found is None:
+            # The next choice holds less than this one: just less at first, then half.
+            limit = min(foreseen, limit) - 1.0 if high == inf else low + (foreseen - low) / 2
+            high = foreseen
+        else:
+            best, low = found, foreseen
+            spare = solving.budget - _peak(found)
+            limit = min(foreseen + spare, low + (high - low) / 2)
+        if limit - low < _WORTH * solving.budget:
+            break
+    return best
+
+
+def _peak(found: Solved) -> int:
+    if found.pipeline is not None:
+        return max(found.pipeline.rank_bytes)
+    return 0 if found.outcome is None else found.outcome.memory().total
+
+
+def _solved(solving: Solving, wishes: Wishes, one: Solved, recompute: Recompute, left_s: float) -> Solved | None:
+    bounded = solving.bound(replace(one.trial, recompute=recompute), wishes, left_s)
+    if not isinstance(bounded, Waiting):
+        return None
+    # A block less may save less than the gap that other searches are content with.
+    cutoff_s = one.step_s / (1.0 - solving.options.gap)
+    found = solving.solve(bounded, wishes, [one.pipeline.wanted] if one.pipeline else [], cutoff_s, left_s)
+    return found if found.outcome is not None and found.step_s < one.step_s else None
+
+
+def _again(plain: Graph, outcome: Outcome) -> Again:
+    known = set(blocks_of(plain))
+    block = {op.name: block_of(op) for op in plain.ops if op.phase == "forward" and block_of(op) in known}
+    copy_of = {
+        op.name: op.name.removesuffix(SUFFIX)
+        for op in outcome.graph.ops
+        if op.name.endswith(SUFFIX) and op.name.removesuffix(SUFFIX) in block
+    }
+    return Again(outcome, plain, block, copy_of)
+
+
+def _ways(again: Again) -> Ways:
+    names = [_names(again.plain, way) for way in _WAYS]
+    kept = np.array([again.kept_bytes(each) for each in names]).T
+    return Ways(np.array([again.seconds(each) for each in names]).T, kept - kept[:, -1:])
+
+
+def _names(graph: Graph, way: Uniform) -> frozenset[str]:
+    """Return the operators that run again if all blocks are recomputed one way."""
+    if way == KEPT:
+        return frozenset()
+    return frozenset(name for names in copies_of(graph, {"*": way}).values() for name in names)
+
+
+def _rooms(again: Again) -> Iterator[Room]:
+    for most, waits in again.moments:
+        yield Room(most, np.array(waits, dtype=float))
+
+
+def _staged_rooms(again: Again, outcome: Outcome, pipeline: Pipelined) -> Iterator[Room]:
+    """Yield the room of each pipeline rank: a block's values are there for each micro-batch in flight on its stage."""
+    home = stage_of(outcome.graph, pipeline.stages)
+    stage = {path: home[name] for name, path in again.block.items()}
+    flying = most_in_flight(pipeline.schedule)
+    for rank, most in enumerate(pipeline.rank_bytes):
+        copies = [
+            float(flying[stage[path]]) if pipeline.schedule.rank_of[stage[path]] == rank else 0.0
+            for path in again.paths
+        ]
+        yield Room(float(most), np.array(copies))
+
+
+def _named(paths: Sequence[str], chosen: Sequence[int]) -> Recompute:
+    ways = {_WAYS[each] for each in chosen}
+    if len(ways) == 1:
+        return ways.pop()
+    return tuple((path, _WAYS[each]) for path, each in zip(paths, chosen, strict=True) if _WAYS[each] != KEPT)

@@ -1,0 +1,82 @@
+"""Which blocks to recompute, and how: the cheapest ways that fit, where one way for all is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is held at one point of a step while every block is recomputed whole."""
+
+    held_bytes: float
+    copies: Floats
+    """Of each block, how often what it keeps beyond that is held there: once for each micro-batch in flight."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Blocks and the ways of recomputing them; rows are blocks, columns ways."""
+
+    seconds: Floats
+    """What a micro-batch's recomputation takes."""
+
+    kept_bytes: Floats
+    """What is kept of a micro-batch beyond what whole recomputation keeps."""
+
+
+def cheapest(ways: Ways, rooms: Sequence[Room], budget_bytes: float, *, time_limit_s: float = 5.0) -> list[int] | None:
+    """Return the way of each block such that all fits and recomputation takes least; `None` if nothing fits.
+
+    Of equally cheap ones, any.
+    """
+    if any(room.held_bytes > budget_bytes for room in rooms):
+        return None
+    blocks, count = ways.seconds.shape
+    tight = [room for room in rooms if _most(ways, room) > budget_bytes]
+    if not tight:
+        return [int(each) for each in np.argmin(ways.seconds, axis=1)]
+    solver = highspy.Highs()
+    solver.silent()
+    for option, value in (("threads", 1), ("random_seed", 0), ("time_limit", time_limit_s), ("mip_rel_gap", 1e-3)):
+        solver.setOptionValue(option, value)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = blocks * count, blocks + len(tight)
+    lp.col_cost_ = ways.seconds.ravel()
+    lp.col_lower_, lp.col_upper_ = np.zeros(blocks * count), np.ones(blocks * count)
+    lp.integrality_ = [highspy.HighsVarType.kInteger] * (blocks * count)
+    free = np.array([budget_bytes - room.held_bytes for room in tight])
+    scale = max(1.0, float(np.abs(ways.kept_bytes).max()))
+    lp.row_lower_ = np.concatenate([np.ones(blocks), np.full(len(tight), -highspy.kHighsInf)])
+    lp.row_upper_ = np.concatenate([np.ones(blocks), free / scale])
+    one_each = np.kron(np.eye(blocks), np.ones(count))
+    held = [(room.copies[:, None] * ways.kept_bytes / scale).ravel() for room in tight]
+    matrix = np.vstack([one_each, *held])
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    filled = [np.flatnonzero(row) for row in matrix]
+    lp.a_matrix_.start_ = np.cumsum([0, *(len(each) for each in filled)]).astype(np.int32)
+    lp.a_matrix_.index_ = np.concatenate(filled).astype(np.int32)
+    lp.a_matrix_.value_ = np.concatenate([row[each] for row, each in zip(matrix, filled, strict=True)])
+    solver.passModel(lp)
+    solver.run()
+    if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return None
+    values = np.array(solver.getSolution().col_value).reshape(blocks, count)
+    return [int(each) for each in np.argmax(values, axis=1)]
+
+
+def held(ways: Ways, room: Room, chosen: Sequence[int]) -> float:
+    """Return the bytes held at a point with these ways."""
+    return room.held_bytes + float(room.copies @ ways.kept_bytes[np.arange(len(chosen)), list(chosen)])
+
+
+def _most(ways: Ways, room: Room) -> float:
+    """Return the most that can be held at a point."""
+    return room.held_bytes + float(room.copies @ ways.kept_bytes.max(axis=1))

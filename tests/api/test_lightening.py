@@ -1,0 +1,169 @@
+"""Blocks are recomputed each in its way: no more than memory asks for."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import product
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.api.planning import Planner, Program
+from autopar.api.solving import Solved, Solving
+from autopar.api.wishes import read_wishes
+from autopar.capture import Captured, capture
+from autopar.capture.recompute import SUFFIX, blocks_of, recomputed, recomputed_graph
+from autopar.errors import InfeasibleError, StalePlanError
+from autopar.ir.plan import Plan
+from autopar.options import PlanOptions
+from autopar.search.meshes import MeshAxis
+from autopar.search.trials import Recompute, Trial
+from cost_models.cluster import ClusterSpec
+from tests.support.ranks import RankPool
+from tests.support.training import Trained, train
+
+MESH = (MeshAxis("dp_replicate", 2),)
+FIX = {"pp": 1, "dp_replicate": 2, "microbatch": 64}
+
+
+class Wide(nn.Module):
+    """Residual blocks of unequal widths, and a loss."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32), nn.Tanh()) for width in widths
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def captured(*widths: int) -> Captured:
+    return capture(Wide(widths), (torch.empty(128, 32),))
+
+
+def cluster(memory_bytes: int) -> ClusterSpec:
+    return ClusterSpec.from_dict({
+        "version": 1,
+        "name": "two",
+        "devices": {"core": {"preset": "cpu", "memory": {"capacity": f"{memory_bytes} B", "reserved": "0 B"}}},
+        "nodes": {"host": {"device": "core", "count": 1, "nic": {"bandwidth": "1 Gbit/s", "latency": "100us"}}},
+        "groups": [{"node": "host", "count": 2}],
+    })  # fmt: skip
+
+
+def planned(program: Captured, memory_bytes: int, **fix: object) -> Plan:
+    options = PlanOptions.parse(fix={**FIX, **fix}, memory_margin=0, gap=0.0)
+    return Planner(Program(program.graph, "wide", "", None), cluster(memory_bytes), options).plan()
+
+
+def test_less_memory_takes_more_time_step_by_step_until_nothing_fits():
+    program = captured(*[64] * 6)
+    memory = float(planned(program, 1 << 30).estimates.peak_memory_bytes)
+    times = []
+    with suppress(InfeasibleError):
+        while True:
+            times.append(planned(program, int(memory)).estimates.step_time_s)
+            memory *= 0.96
+    with pytest.raises(InfeasibleError, match="even the smallest needs"):
+        planned(program, int(memory))
+
+    assert times == sorted(times)
+    assert len(set(times)) >= 5
+    assert times[-1] <= planned(program, 1 << 30, recompute="full").estimates.step_time_s
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_the_ways_found_are_the_best_of_all_combinations(share: float):
+    program = captured(48, 96, 32)
+    most = planned(program, 1 << 30).estimates.peak_memory_bytes
+    least = planned(program, 1 << 30, recompute="full").estimates.peak_memory_bytes
+    memory = int(least + share * (most - least))
+    options = PlanOptions.parse(fix=FIX, memory_margin=0, gap=0.0)
+    solving = Solving(program.graph, cluster(memory), options)
+    paths = blocks_of(program.graph)
+    every: list[Recompute] = [
+        tuple(zip(paths, ways, strict=True))
+        for ways in product(("none", "selective", "per_operator", "full"), repeat=len(paths))
+    ]
+
+    best = min(_solved(solving, each).step_s for each in every)
+
+    assert planned(program, memory).estimates.step_time_s <= best * (1 + 1e-6)
+
+
+def _solved(solving: Solving, recompute: Recompute) -> Solved:
+    wishes = read_wishes(solving.options)
+    bounded = solving.bound(Trial(MESH, 1, recompute), wishes, 60.0)
+    return bounded if isinstance(bounded, Solved) else solving.solve(bounded, wishes, (), inf, 60.0)
+
+
+def test_a_program_with_some_blocks_recomputed_computes_the_same():
+    torch.manual_seed(0)
+    program, again = captured(16, 24, 16), captured(16, 24, 16)
+    ways = {"blocks.0": "full", "blocks.2": "per_operator"}
+    again = recomputed(again, ways)
+    values = [
+        torch.randn(node.meta["val"].shape) if node.meta["val"].shape else torch.ones(())
+        for node in program.joint.graph.find_nodes(op="placeholder")
+    ]
+
+    for ours, theirs in zip(again.joint(*values), program.joint(*values), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    copied = {node.name.removesuffix(SUFFIX) for node in again.joint.graph.nodes if node.name.endswith(SUFFIX)}
+    assert {program.graph.by_name[name].module.rsplit(".", 1)[0] for name in copied} == {"blocks.0", "blocks.2"}
+    assert [op.name for op in again.graph.ops] == [n.name for n in again.joint.graph.nodes if n.op != "output"]
+
+
+def run(_rank: int, fix: dict[str, object], share: float) -> tuple[Trained, dict[str, str]]:
+    """Train where memory is `share` of the way from what recomputing all needs to what recomputing nothing needs."""
+    torch.manual_seed(0)
+    model, example = Wide((64,) * 6), (torch.randn(128, 32),)
+    most, least = [
+        autopar.plan(
+            model, cluster(1 << 30), example_inputs=example, fix={**fix, "recompute": way}, memory_margin=0.0
+        ).estimates.peak_memory_bytes
+        for way in ("none", "full")
+    ]
+    spec = cluster(int((least + share * (most - least)) / 0.9))
+    plan = autopar.plan(model, spec, example_inputs=example, fix=fix)
+    return train(model, example, spec, fix), dict(plan.decisions.recompute)
+
+
+@pytest.mark.parametrize(
+    ("fix", "share"),
+    [({"dp_replicate": 2, "microbatch": 64}, 0.5), ({"pp": 2, "microbatch": 32, "schedule": "1f1b"}, 0.1)],
+    ids=["data", "stages"],
+)
+def test_steps_with_some_blocks_recomputed_equal_the_models_own(fix: dict[str, object], share: float):
+    with RankPool(2) as pool:
+        (first, ways), (second, _) = pool.values(run, fix, share)
+
+    assert 0 < len(ways) < 6
+    assert "*" not in ways
+    assert first.losses == second.losses
+    assert max(first.worst_gradient, second.worst_gradient) < 1e-4
+
+
+def test_equal_layers_with_equal_ways_share_their_decisions():
+    graph = captured(*[64] * 8).graph
+    one_way = recomputed_graph(graph, {"*": "full"})
+    two_ways = recomputed_graph(graph, dict.fromkeys(blocks_of(graph)[:4], "full"))
+
+    def kinds(of: object) -> int:
+        return len({of.representative(op.name) for op in of.ops})  # type: ignore[attr-defined]
+
+    assert kinds(two_ways) < kinds(one_way) + kinds(graph)
+
+
+def test_a_plan_for_other_blocks_is_refused():
+    with pytest.raises(StalePlanError, match=r"recomputes blocks\.7, which is no block .*blocks\.0 to blocks\.1"):
+        recomputed(captured(16, 16), {"blocks.7": "full"})
+    with pytest.raises(StalePlanError, match="'sometimes'"):
+        recomputed(captured(16, 16), {"*": "sometimes"})
