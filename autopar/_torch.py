@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -52,6 +52,7 @@ __all__ = [
     "dynamo_capture",
     "dynamo_settings",
     "gloo_with_threads",
+    "group_named",
     "group_timeout",
     "is_registered_node",
     "keeps_graph",
@@ -59,6 +60,7 @@ __all__ = [
     "pytree",
     "storage_key",
     "traced_stack",
+    "wait_by",
     "without_guards",
 ]
 
@@ -184,3 +186,23 @@ def default_store() -> Any:
         return _get_default_store()
     except ValueError as error:
         raise RuntimeError(str(error)) from error
+
+
+def group_named(name: str) -> Any:
+    """Return the process group of a name."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def wait_by(value: torch.Tensor, wait: Callable[[], object]) -> None:
+    """Let `_c10d_functional.wait_tensor` of a value call `wait`, once, instead of returning at once."""
+    from torch._C._distributed_c10d import Work, _register_work
+
+    class Later(Work):
+        def wait(self, timeout: object = None) -> bool:
+            wait()
+            return True
+
+    _register_work(value, Later())

@@ -99,6 +99,9 @@ class PlanOptions:
     overlap: bool = True
     """Whether collectives are merged, issued ahead of use and given streams of their own, where that is faster."""
 
+    two_level: bool = True
+    """Whether collectives run inside the fast links, across them and inside again, where that is faster."""
+
     @classmethod
     def parse(cls, **options: Any) -> PlanOptions:
         """Return the options that keywords name; a value may be text, as on the command line.
@@ -348,6 +351,7 @@ _PARSERS: Mapping[str, Any] = {
     "top_k": lambda value: _count("--top-k", value),
     "strict": lambda value: _switch("--strict", value),
     "overlap": lambda value: _switch("--overlap", value),
+    "two_level": lambda value: _switch("--two-level", value),
 }
 """How each option is read."""
 

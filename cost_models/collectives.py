@@ -17,12 +17,13 @@ chunks end at the size of its buffers, so that its fill ends at a multiple of A.
 The library of the group (`Hop.library`) has these algorithms of all_reduce, and `auto` takes the
 fastest for each size:
     ring              NCCL: p chunks go round, so nothing is left to fill, and every step waits for a
-                      whole chunk (`ring_latency_factor`). gloo: chunks as in a tree.
+                      whole chunk (`ring_latency_factor`). gloo: chunks as in a tree, but across several levels p
+                      chunks as NCCL's (2 hosts x 2 ranks at 1 Gbit/s, 1, 8 and 32 MiB: measured 14, 115 and 436 ms,
+                      so priced 18, 108 and 416, filled like a tree 35, 155 and 510)
     low_latency_ring  NCCL's LL protocol: flags travel with the data, a quarter of the bandwidth
     tree              two binary trees over each level: an inner endpoint of one is a leaf of the other, so
                       each sends n/2 up and n/2 to two children in one and n/2 up in the other: 2 n at most
     in_switch         NVLS in the node, trees over the other levels (NVLSTree)
-    hierarchical      gloo: one ring a level
 
 Sources: ring and pairwise exchange: Thakur, Rabenseifner & Gropp, "Optimization
 of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005. Double
@@ -194,15 +195,15 @@ _ALGORITHMS_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "point_to_point": ("direct",),
     },
     "gloo": {
-        "all_reduce": ("ring", "tree", "hierarchical", "in_switch"),
-        "all_gather": ("ring", "hierarchical"),
-        "reduce_scatter": ("ring", "hierarchical"),
+        "all_reduce": ("ring",),
+        "all_gather": ("ring",),
+        "reduce_scatter": ("ring",),
         "all_to_all": ("pairwise",),
         "broadcast": ("tree",),
         "point_to_point": ("direct",),
     },
 }
-"""Of each library, the algorithms that it chooses from; NCCL's rings cross nodes whole, gloo's level by level."""
+"""Of each library, the algorithms that it chooses from; rings of both cross nodes whole (`two_level`: ours do not)."""
 
 
 def _library(hops: Sequence[Hop]) -> Library:
@@ -228,15 +229,15 @@ def _algorithms(op: str, algorithm: str, hops: Sequence[Hop]) -> tuple[str, ...]
 def _terms(op: str, sizes: FloatArray, hops: Sequence[Hop], algorithm: str) -> Terms:
     latency_s, transfer_s, formulas = _PARTS[algorithm](op, sizes, [hop.serving(op) for hop in hops])
     call_s = max(hop.call_s for hop in hops)
-    total, numbers = _total(algorithm, _library(hops))
+    total, numbers = _total(algorithm, _library(hops), len(hops))
     total_s = total.evaluate(call=call_s, A=latency_s, N=transfer_s, **numbers)
     fill_s = total_s - call_s - latency_s - transfer_s
     return Terms(algorithm, call_s, latency_s, transfer_s, fill_s, (total, *formulas))
 
 
-def _total(algorithm: str, library: Library) -> tuple[Formula, Mapping[str, float]]:
+def _total(algorithm: str, library: Library, levels: int) -> tuple[Formula, Mapping[str, float]]:
     """Return the formula that puts the parts together, and the library's own numbers in it."""
-    if algorithm in ("pairwise", "direct") or (library.name == "nccl" and algorithm in _RINGS):
+    if algorithm in ("pairwise", "direct") or (algorithm in _RINGS and (library.name == "nccl" or levels > 1)):
         return FORMULAS["whole_message"], {}
     if math.isinf(library.fill_limit):
         return FORMULAS["total"], {}
@@ -248,7 +249,7 @@ _Part = tuple[float, FloatArray, tuple[Formula, ...]]
 
 def _ring(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
     """One ring through all ranks: every step waits for the slowest link."""
-    latency_s, transfer_s, formulas = _hierarchical(op, sizes, (_flat(hops),))
+    latency_s, transfer_s, formulas = _one_ring(op, sizes, _flat(hops))
     factor = _library(hops).ring_latency_factor
     if factor == 1.0:
         return latency_s, transfer_s, formulas
@@ -256,17 +257,16 @@ def _ring(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
 
 
 def _low_latency_ring(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
-    latency_s, transfer_s, formulas = _hierarchical(op, sizes, (_flat(hops),))
+    latency_s, transfer_s, formulas = _one_ring(op, sizes, _flat(hops))
     return latency_s, transfer_s / _library(hops).low_latency_rate, formulas
 
 
-def _hierarchical(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
+def _one_ring(op: str, sizes: FloatArray, ring: Hop) -> _Part:
     rounds = 2 if op == "all_reduce" else 1
     transfer = FORMULAS["all_reduce_transfer" if op == "all_reduce" else "gather_transfer"]
     latency = FORMULAS["ring_latency"]
-    latency_s = rounds * sum(float(latency.evaluate(r=hop.ranks, alpha=hop.latency_s)) for hop in hops)
-    slowest = [transfer.evaluate(n=sizes, r=hop.ranks, B=hop.achieved_bytes_per_s) for hop in hops]
-    return latency_s, np.maximum.reduce(slowest), (latency, transfer)
+    latency_s = rounds * float(latency.evaluate(r=ring.ranks, alpha=ring.latency_s))
+    return latency_s, transfer.evaluate(n=sizes, r=ring.ranks, B=ring.achieved_bytes_per_s), (latency, transfer)
 
 
 def _tree(op: str, sizes: FloatArray, hops: Sequence[Hop]) -> _Part:
@@ -319,7 +319,6 @@ _PARTS: Mapping[str, Callable[[str, FloatArray, Sequence[Hop]], _Part]] = {
     "ring": _ring,
     "low_latency_ring": _low_latency_ring,
     "tree": _tree,
-    "hierarchical": _hierarchical,
     "in_switch": _in_switch,
     "pairwise": _pairwise,
     "direct": _direct,

@@ -293,7 +293,11 @@ class Job:
                 spec = self.cluster or ClusterSpec.from_dict(plan.cluster)
                 program = Program(captured.graph, plan.workload.model, _torch_version())
                 options = PlanOptions(
-                    precision=self._precision, optimizer="none", time_limit=_FOLLOW_LIMIT_S, memory_margin=0.0
+                    precision=self._precision,
+                    optimizer="none",
+                    time_limit=_FOLLOW_LIMIT_S,
+                    memory_margin=0.0,
+                    two_level=False,  # there are process groups for what the training program issues only
                 )
                 found = Planner(program, spec, options, Silent()).follow(plan.decisions)
         shared: Decisions = self.ranks.from_first(found)

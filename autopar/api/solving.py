@@ -129,7 +129,12 @@ class Solving:
 
     def links(self, trial: Trial) -> Links:
         """Return the prices of moving data on a trial's mesh."""
-        return Links(self.cluster, tuple(axis.size for axis in trial.mesh), int(trial.microbatches > 1))
+        return Links(
+            self.cluster,
+            tuple(axis.size for axis in trial.mesh),
+            int(trial.microbatches > 1),
+            two_level=self.options.two_level and trial.depth == trial.microbatches == 1,
+        )
 
     def uneven(self, trial: Trial) -> str | None:
         """Return why stages and their mesh cannot be laid on the cluster's levels (three ranks of eight, say)."""

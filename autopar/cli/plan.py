@@ -68,6 +68,10 @@ def plan(
         bool,
         typer.Option("--overlap/--no-overlap", help="Merge, hasten and separate collectives where that is faster."),
     ] = True,
+    two_level: Annotated[
+        bool,
+        typer.Option("--two-level/--no-two-level", help="Collectives inside nodes and across where that is faster."),
+    ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="An operator without a sharding rule is an error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan on stdout.")] = False,
 ) -> int:
@@ -90,6 +94,7 @@ def plan(
         seed=seed,
         top_k=top_k,
         overlap=overlap,
+        two_level=two_level,
         strict=strict,
     )
     return _plan(model, cluster, options, output, as_json)

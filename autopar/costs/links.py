@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Op
@@ -16,9 +16,16 @@ from cost_models.cluster import ClusterSpec
 from cost_models.collectives import collective_s, host_s
 from cost_models.overlap import overlap_efficiency
 from cost_models.topology import Hop, axis_hops
+from cost_models.two_level import pieces, ranks_inside, splits, two_level_s
 
 UNREACHABLE = math.inf
 """Price of a redistribution that no sequence of steps makes."""
+
+_CHUNKS = (1, 2, 4, 8, 16)
+"""Chunks of a collective in two levels that are tried."""
+
+_SURE = 0.9
+"""A collective in two levels is taken where its price is less than this share of the flat one's: prices err, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,21 @@ class Message:
     bytes: int
     flat: bool = False
     """Whether it is part of a larger one: frameworks flatten a layer's parameters, or gradients, into one buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one collective takes in the form that is fastest."""
+
+    seconds: float
+    host_s: float = 0.0
+    """What a computing CPU core spends on its bytes, where the cluster says how much that is."""
+
+    inner: int = 1
+    """Ranks that share the inner of two levels; 1: it is one flat collective."""
+
+    chunks: int = 1
+    """Of two levels: in how many pieces, so that what is inside runs beside what is across."""
 
 
 @dataclass
@@ -56,8 +78,11 @@ class Links:
     hidden_axis: int = -1
     """The axis whose gathers and scatters run behind the products beside them; -1: none."""
 
+    two_level: bool = False
+    """Whether a collective may run level by level, where that is faster; see `cost_models.two_level`."""
+
     _hops: tuple[tuple[Hop, ...], ...] = field(init=False)
-    _known: dict[Message, float] = field(init=False, default_factory=dict)
+    _known: dict[Message, Price] = field(init=False, default_factory=dict)
     _local: dict[int, float] = field(init=False, default_factory=dict)
     _routes: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
     _overlap: tuple[float, ...] = field(init=False)
@@ -88,17 +113,42 @@ class Links:
         if message.flat and message.bytes < self.flat_bytes:
             whole = Message(message.op, message.axis, self.flat_bytes)
             return self.message_s(whole) * message.bytes / self.flat_bytes
+        return self._price_of(message).seconds
+
+    def form(self, message: Message) -> tuple[int, int]:
+        """Return how many ranks share the inner level of a collective that runs in two, and its chunks; 1, 1: flat."""
+        if message.axis < self.time_axes or message.flat:
+            return 1, 1
+        price = self._price_of(message)
+        return price.inner, price.chunks
+
+    def _price_of(self, message: Message) -> Price:
         if message not in self._known:
-            spent = float(collective_s(message.op, message.bytes, self._hops[message.axis]))
-            if message.op == "all_reduce" and message.axis == self.sharded[0]:
-                scattered = collective_s("reduce_scatter", message.bytes, self._hops[message.axis])
-                spent = scattered + collective_s(
-                    "all_gather", self.sharded[1] * message.bytes, self._hops[message.axis]
-                )
-            if message.axis == self.hidden_axis and message.op in {"all_gather", "reduce_scatter"}:
-                spent *= 1.0 - self._overlap[message.axis]
-            self._known[message] = spent
+            flat, *others = self.forms(message)
+            best = min(others, key=lambda each: each.seconds, default=flat)
+            self._known[message] = best if best.seconds < _SURE * flat.seconds else flat
         return self._known[message]
+
+    def forms(self, message: Message) -> Iterator[Price]:
+        """Yield the price of one flat collective, then of each way to run it in two levels."""
+        hops = self._hops[message.axis]
+        spent = float(collective_s(message.op, message.bytes, hops))
+        if message.op == "all_reduce" and message.axis == self.sharded[0]:
+            scattered = collective_s("reduce_scatter", message.bytes, hops)
+            spent = scattered + collective_s("all_gather", self.sharded[1] * message.bytes, hops)
+        if message.axis == self.hidden_axis and message.op in {"all_gather", "reduce_scatter"}:
+            spent *= 1.0 - self._overlap[message.axis]
+        yield Price(spent, host_s(message.op, message.bytes, hops))
+        for inside in splits(message.op, hops) if self.two_level else ():
+            parts = pieces(message.op, message.bytes, hops, inside)
+            sent_s = sum(host_s(each.op, each.full_bytes, each.hops) for each in parts)
+            for chunks in self._chunks(message.op):
+                spent = two_level_s(message.op, message.bytes, hops, inside, chunks)
+                yield Price(spent, sent_s, ranks_inside(hops, inside), chunks)
+
+    def _chunks(self, op: str) -> tuple[int, ...]:
+        """Return into how many chunks a collective in two levels can be cut: only where a host's thread runs it."""
+        return _CHUNKS if op == "all_reduce" and self.cluster.device.kind == "cpu" else (1,)
 
     def step_s(self, step: Step, meta: TensorMeta, *, flat: bool = False) -> float:
         """Return the seconds of one reshard step, with the copies it makes beside the wire."""
@@ -124,7 +174,7 @@ class Links:
         rest = self.message_s(message) - self._blocking_s[message.axis]
         hops = self._hops[message.axis]
         if all(hop.host_bytes_per_s for hop in hops):
-            return max(0.0, rest - host_s(message.op, message.bytes, hops))
+            return max(0.0, rest - self._price_of(message).host_s)
         return self._overlap[message.axis] * max(0.0, rest)
 
     def route_s(

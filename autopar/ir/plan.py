@@ -76,6 +76,13 @@ class Collective:
     exposed_s: float = 0.0
     """Of all `count` together, what computation does not hide, as simulated; see `Estimates.timeline`."""
 
+    inner: int = 1
+    """Neighbours on the axis that share the inner of two levels, where it runs inside those, across and inside again;
+    1: it is one flat collective. Equal for all of one operation, axis and size, like `chunks`."""
+
+    chunks: int = 1
+    """Of two levels: in how many pieces, so that what is inside of one runs beside what is across of another."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:

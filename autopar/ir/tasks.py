@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 COMPUTE = "compute"
 """The stream of computations; every other stream is that of collectives."""
@@ -65,6 +66,16 @@ PARAMETERS, GRADIENTS = "parameters", "gradients"
 def stream_name(axis: str, kind: str) -> str:
     """Return the name of the stream of one kind of collectives of an axis: `dp_shard:gradients`."""
     return f"{axis}:{kind}"
+
+
+def level_name(stream: str, level: Literal["inner", "outer"], inner: int) -> str:
+    """Return the name of the process groups inside, or across, runs of `inner` ranks: `dp_shard:gradients:inner4`."""
+    return f"{stream}:{level}{inner}"
+
+
+def inner_of(level: str) -> int:
+    """Return the ranks inside the inner level from the name of one of its groups: 4 of `dp_shard:inner4`."""
+    return int(level.rpartition("er")[2])
 
 
 def axis_of(stream: str) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.figures import format_bytes, format_degrees, format_seconds
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Collective, Plan
 from autopar.ir.timeline import Timeline
 from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, costly_operators, layout_text, parameter_groups, summary
 from autopar.report.schedule_picture import schedule_picture
@@ -174,7 +174,7 @@ def _collective_rows(plan: Plan) -> Iterator[Row]:
         yield (
             each.op,
             each.axis,
-            each.level,
+            _crossed(each),
             format_bytes(each.bytes),
             str(each.count),
             each.phase,
@@ -184,6 +184,14 @@ def _collective_rows(plan: Plan) -> Iterator[Row]:
         )
     if len(found) > _TOP:
         yield f"... and {len(found) - _TOP} more", "", "", "", "", "", "", "", ""
+
+
+def _crossed(each: Collective) -> str:
+    """Return the level that a collective crosses; of one in two, the ranks inside, and the chunks of it."""
+    if each.inner == 1:
+        return each.level
+    chunks = f" in {each.chunks} chunks" if each.chunks > 1 else ""
+    return f"{each.inner} inside, {each.level}{chunks}"
 
 
 def _solver_rows(plan: Plan) -> Iterator[Row]:

@@ -29,6 +29,7 @@ from autopar.rewrite.programs import LAST, Emitted, Programs, Saved, Value
 from autopar.rewrite.schedule import Defer, IssueAhead, SinkWaits
 from autopar.rewrite.stage_bytes import Held, held
 from autopar.rewrite.stage_partition import rewrite_stages
+from autopar.rewrite.two_level import RunInLevels, in_two_levels
 
 __all__ = [
     "Applied",
@@ -57,6 +58,7 @@ def overlap_passes(decisions: Decisions, phase: str) -> tuple[Pass, ...]:
         Defer(decisions.deferred),
         SinkWaits(),
         AssignStreams(decisions.streams),
+        RunInLevels(in_two_levels(decisions.collectives)),
     )
 
 

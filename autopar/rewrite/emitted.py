@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.tasks import axis_of
+from autopar.ir.tasks import axis_of, inner_of
 from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.level_ops import LEVELS
 from autopar.rewrite.marks import COLLECTIVES, mark
 from autopar.rewrite.programs import Emitted
 
@@ -30,9 +31,19 @@ def emitted(gm: fx.GraphModule, axes: Collection[str]) -> Iterator[Emitted]:
             raise RewriteError(
                 f"{node.name} works on group {node.args[-1]!r}, and the mesh has the axes {sorted(axes)}"
             )
-        size = max(_bytes(node.meta["val"]), sum(_bytes(each.meta["val"]) for each in node.all_input_nodes))
         found = mark(node)
-        yield Emitted(op, axis, size, found.phase, found.moves)
+        yield Emitted(op, axis, message_bytes(node), found.phase, found.moves, _inner(node))
+
+
+def message_bytes(node: fx.Node) -> int:
+    """Return the bytes of the larger of the local buffers of a collective."""
+    return max(_bytes(node.meta["val"]), sum(_bytes(each.meta["val"]) for each in node.all_input_nodes))
+
+
+def _inner(node: fx.Node) -> int:
+    """Return the ranks inside the inner level of a collective in two levels, 1 of a flat one."""
+    flat = getattr(node.target, "namespace", "") != LEVELS.name
+    return 1 if flat else inner_of(str(node.args[-3]))
 
 
 def _bytes(value: Any) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar._torch import storage_key
+from autopar.rewrite.level_ops import LEVELS
 from autopar.rewrite.marks import C10D, role
 
 _COMMUTING = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor})
@@ -74,6 +75,12 @@ def _fed_once(node: fx.Node, value: fx.Node) -> bool:
     return sum(each is value for each in node.args) == 1
 
 
+_OF_SEVERAL: Mapping[Any, Any] = {
+    C10D.all_reduce_coalesced.default: C10D.all_reduce_coalesced_.default,
+    LEVELS.all_reduce.default: LEVELS.all_reduce_.default,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ReduceIntoDead:
     """Reduce in place what nothing else reads; otherwise the reduction copies it first."""
@@ -88,10 +95,11 @@ class ReduceIntoDead:
                 node.target = C10D.all_reduce_.default
                 memory.merge(value, node)
                 changed += 1
-        for node in gm.graph.find_nodes(op="call_function", target=C10D.all_reduce_coalesced.default):
-            values = node.args[0]
-            if all(memory.is_free_at(value, node, issuing=True) for value in values):
-                node.target = C10D.all_reduce_coalesced_.default
+        for node in gm.graph.nodes:
+            within = _OF_SEVERAL.get(node.target) if node.op == "call_function" else None
+            values = () if within is None else node.args[0]
+            if values and all(memory.is_free_at(value, node, issuing=True) for value in values):
+                node.target = within
                 for part in node.users:
                     memory.merge(values[part.args[1]], part)
                 changed += len(values)

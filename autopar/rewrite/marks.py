@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import Phase
+from autopar.rewrite.level_ops import LEVELS
 
 Role = Literal["operator", "start", "wait", "move"]
 """The program's own operator; issue of a collective; wait for it; local copy or slice on the way to another layout."""
@@ -37,6 +38,10 @@ COLLECTIVES = {
     C10D.reduce_scatter_tensor.default: "reduce_scatter",
     C10D.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
     C10D.all_to_all_single.default: "all_to_all",
+    LEVELS.all_reduce.default: "all_reduce",
+    LEVELS.all_reduce_.default: "all_reduce",
+    LEVELS.all_gather.default: "all_gather",
+    LEVELS.reduce_scatter.default: "reduce_scatter",
 }
 """Operators that issue a collective, by the name the plan gives it; the group is their last argument."""
 

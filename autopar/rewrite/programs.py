@@ -41,6 +41,9 @@ class Emitted:
     tensor: str
     """What is moved: a parameter's name, or an operator's name and module path."""
 
+    inner: int = 1
+    """Ranks inside the inner of two levels; 1: it is flat."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:

@@ -20,7 +20,9 @@ from torch import fx
 from autopar._torch import direct_call
 from autopar.ir.tasks import issuing, waiting
 
-_GROUPED = "_c10d_functional"
+_GROUPED = {"_c10d_functional": 1, "autopar_levels": 3}
+"""Of the operators whose last arguments name process groups: how many do."""
+
 
 Compiled = Callable[..., Sequence[Any]]
 """A program as a function."""
@@ -72,8 +74,9 @@ def inductor_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
-        if _names_group(node):
-            node.args = (*node.args[:-1], groups.get(str(node.args[-1]), node.args[-1]))
+        node.args = with_groups(node, groups)
+        if str(node.target) == "autopar_levels.all_reduce_.default":
+            node.target = torch.ops.autopar_levels.all_reduce.default  # Inductor knows no results in arguments' memory
     named = fx.GraphModule(gm, graph)
     fused: Compiled = torch.compile(named, backend="inductor", fullgraph=True, dynamic=False)
     if not boxed:
@@ -139,9 +142,7 @@ class _Source:
     def call(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
-        args = list(node.args)
-        if _names_group(node):
-            args[-1] = self._groups.get(str(args[-1]), args[-1])
+        args = with_groups(node, self._groups)
         given = [self.text(each) for each in args]
         given += [f"{name}={self.text(value)}" for name, value in node.kwargs.items()]
         return f"{self.constant(direct_call(node.target))}({', '.join(given)})"
@@ -158,9 +159,13 @@ class _Source:
         return repr(value) if plain else self.constant(value)
 
 
-def _names_group(node: fx.Node) -> bool:
-    """Return whether the last argument of an operator is the process group it works on."""
-    return getattr(node.target, "namespace", "") == _GROUPED and bool(node.args) and isinstance(node.args[-1], str)
+def with_groups(node: fx.Node, groups: Mapping[str, str]) -> tuple[Any, ...]:
+    """Return the arguments of a node, with the names that `groups` has for process groups in place of the plan's."""
+    count = _GROUPED.get(getattr(node.target, "namespace", ""), 0)
+    first = len(node.args) - count
+    return tuple(
+        groups.get(each, each) if at >= first and isinstance(each, str) else each for at, each in enumerate(node.args)
+    )
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

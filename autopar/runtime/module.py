@@ -61,7 +61,8 @@ class Runner:
         self.ranks = ranks
         self.pipeline = pipeline
         streams = self.decisions.streams
-        self.groups = Groups.of(self.decisions.mesh, ranks, streams) if pipeline is None else pipeline.groups
+        levels = {(each.stream, each.inner) for each in self.decisions.collectives if each.inner > 1}
+        self.groups = Groups.of(self.decisions.mesh, ranks, streams, levels) if pipeline is None else pipeline.groups
         self.part = _part(self.decisions.mesh, batch, self.groups.rank)
         self._program_for = program_for
         self._planned = planned
@@ -165,7 +166,7 @@ def runner_of(model: nn.Module) -> Runner | None:
 
 def _order(program: Program) -> str:
     """Return a digest of the collectives in the order in which a rank issues them: equal, or ranks would hang."""
-    text = repr([(each.op, each.axis, each.bytes) for each in program.local.emitted])
+    text = repr([(each.op, each.axis, each.bytes, each.inner) for each in program.local.emitted])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

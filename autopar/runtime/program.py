@@ -111,6 +111,10 @@ class Issued(Protocol):
     def bytes(self) -> int:
         """Return the size of the larger of its local buffers."""
 
+    @property
+    def inner(self) -> int:
+        """Return the ranks inside the inner of two levels; 1: it is flat."""
+
 
 class Seeding(Protocol):
     """How the random operators of a step are given their seed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autopar._torch import group_timeout
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
-from autopar.ir.tasks import stream_name
+from autopar.ir.tasks import axis_of, level_name, stream_name
 from autopar.runtime.errors import rank_failed, ranks_disagree, world_size_differs
 from autopar.runtime.gloo import is_gloo, one_thread_backend
 
@@ -116,10 +116,17 @@ class Groups:
     """This rank's number in the mesh."""
 
     @classmethod
-    def of(cls, mesh: Mesh, ranks: Ranks, streams: Mapping[str, Sequence[str]] | None = None) -> Groups:
+    def of(
+        cls,
+        mesh: Mesh,
+        ranks: Ranks,
+        streams: Mapping[str, Sequence[str]] | None = None,
+        levels: Collection[tuple[str, int]] = (),
+    ) -> Groups:
         """Return the groups of a mesh without axes of size 1; all ranks must call this.
 
         `streams` names, by axis, the kinds of collectives that have a group of their own, called `AXIS:KIND`.
+        `levels` says of which streams collectives run in two levels, and how many neighbours share the inner one.
         """
         ranks.require(mesh)
         if not mesh.axes:
@@ -132,24 +139,34 @@ class Groups:
             kind, mesh.sizes, mesh_dim_names=mesh.names, backend_override=backends and dict(backends)
         )
         names: dict[str, str] = {name: made.get_group(name).group_name for name in mesh.names}
+        own = one_thread_backend() if is_gloo(kind) else None
         for axis in mesh.names:
             for stream in (stream_name(axis, each) for each in (streams or {}).get(axis, ())):
-                names[stream] = _own_group(mesh, axis, ranks, backends).group_name
+                names[stream] = _mine_of(_lines(mesh, axis), ranks, own).group_name
+        for stream, inner in sorted(set(levels)):
+            lines = _lines(mesh, axis_of(stream))
+            parts = [line[at : at + inner] for line in lines for at in range(0, len(line), inner)]
+            across = [line[at::inner] for line in lines for at in range(inner)]
+            names[level_name(stream, "inner", inner)] = _mine_of(parts, ranks, own).group_name
+            names[level_name(stream, "outer", inner)] = _mine_of(across, ranks, own).group_name
         return cls(mesh, made, names, ranks.rank)
 
 
-def _own_group(mesh: Mesh, axis: str, ranks: Ranks, backends: Mapping[str, str] | None) -> Any:
-    """Return another group of this rank's line along an axis; all ranks make all lines, in one order."""
+def _lines(mesh: Mesh, axis: str) -> list[list[int]]:
+    """Return the ranks of every line along an axis, each in the order of the axis."""
     place = mesh.names.index(axis)
     lines: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
         at = mesh.coordinate(rank)
         lines.setdefault((*at[:place], *at[place + 1 :]), []).append(rank)
+    return list(lines.values())
+
+
+def _mine_of(groups: Iterable[Sequence[int]], ranks: Ranks, backend: str | None) -> Any:
+    """Return the group that this rank is in of those made now; all ranks make all of them, in one order."""
     mine = None
-    for members in lines.values():
-        made = dist.new_group(
-            members, timeout=group_timeout(ranks.device), backend=backends[axis] if backends is not None else None
-        )
+    for members in groups:
+        made = dist.new_group(list(members), timeout=group_timeout(ranks.device), backend=backend)
         mine = made if ranks.rank in members else mine
     return mine
 

@@ -124,6 +124,7 @@ def main() -> int:
     parser.add_argument("--summary", action="store_true", help="of the rows there are; nothing is run")
     parser.add_argument("--output", type=Path, default=RESULTS / "calibrated.jsonl")
     args = parser.parse_args()
+    args.ranks_per_host = 1
     if not args.summary:
         for scenario in args.scenarios:
             for kind in [kind for kind in args.kinds if args.measured is None or kind != "zero"]:

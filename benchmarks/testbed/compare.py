@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from benchmarks.testbed.scenarios import SCENARIOS
 
 HERE = Path(__file__).resolve().parent
 SKIP = 77
-STRATEGIES = ("ddp", "fsdp2", "tp", "pipeline", "autopar")
+STRATEGIES = ("ddp", "fsdp2", "tp", "pipeline", "autopar", "flat")
+PLANNED = ("autopar", "flat")
+"""Strategies that run a plan of ours; `flat`: without collectives in two levels."""
 
 _SAME_LOSS = 1e-3
 """Relative difference from which two strategies do not compute the same training."""
@@ -46,6 +48,9 @@ class Run:
     strategy: str
     predicted_s: float | None = None
     degrees: dict[str, int] | None = None
+    two_level: int = 0
+    """Collectives of a step that run in two levels."""
+
     note: str = ""
     rounds: list[list[float]] = field(default_factory=list)
     """Seconds of the steps of each round."""
@@ -58,22 +63,31 @@ class Run:
         return [statistics.median(each) for each in self.rounds]
 
 
-def fixed(strategy: str, hosts: int, batch: int) -> dict[str, int]:
-    """Return what to fix, so that the planner prices the strategy."""
+def fixed(strategy: str, ranks: int, batch: int, wished: Mapping[str, int]) -> dict[str, int]:
+    """Return what to fix, so that the planner prices the strategy; `wished` is for our own plans."""
+    if strategy in PLANNED:
+        return dict(wished)
     if strategy == "pipeline":
-        return {"pp": hosts, "interleave": 1, "microbatch": batch // min(MICROBATCHES * hosts, batch)}
+        return {"pp": ranks, "interleave": 1, "microbatch": batch // min(MICROBATCHES * ranks, batch)}
     return {
-        "ddp": {"dp_replicate": hosts},
-        "fsdp2": {"dp_shard": hosts, "zero": 3},
-        "tp": {"tp": hosts},
-        "autopar": {},
+        "ddp": {"dp_replicate": ranks},
+        "fsdp2": {"dp_shard": ranks, "zero": 3},
+        "tp": {"tp": ranks},
     }[strategy]
 
 
-def cluster_of(rate: str, hosts: int, folder: Path) -> Path:
-    """Return the cluster file of a rate with so many hosts."""
+def cluster_of(rate: str, hosts: int, ranks_per_host: int, folder: Path) -> Path:
+    """Return the cluster file of a rate with so many hosts: the one measured with as many ranks, if there is one.
+
+    Ranks of one host talk over its loopback interface.
+    """
+    measured = HERE / f"cluster_{rate}_{hosts}x{ranks_per_host}.yaml"
+    if measured.is_file():
+        return measured
     document = yaml.safe_load((HERE / f"cluster_{rate}.yaml").read_text())
     document["groups"] = [{"node": "host", "count": hosts}]
+    if ranks_per_host > 1:
+        document["nodes"]["host"] |= {"count": ranks_per_host, "links": {"preset": "loopback-gloo"}}
     made = folder / "cluster.yaml"
     made.write_text(yaml.safe_dump(document))
     return made
@@ -83,24 +97,24 @@ def compare(scenario: str, rate: str, args: argparse.Namespace) -> tuple[list[di
     """Return a row for each strategy, and the ratio of the planned program to the best hand-written one."""
     runs = {name: Run(name) for name in args.strategies}
     with tempfile.TemporaryDirectory() as folder:
-        cluster = cluster_of(rate, args.hosts, Path(folder))
+        cluster = cluster_of(rate, args.hosts, args.ranks_per_host, Path(folder))
         if not args.no_predictions:
             for run in runs.values():
-                predict(run, scenario, cluster, args.hosts, Path(folder))
+                predict(run, scenario, cluster, args, Path(folder))
         for _ in range(args.rounds):
             for name, run in runs.items():
                 found = measure(scenario, name, rate, cluster, Path(folder) / f"{name}.json", args)
                 run.rounds.append(found["step_s"])
                 run.losses = found["losses"]
     check_same_training(scenario, list(runs.values()))
-    hand = [run for name, run in runs.items() if name != "autopar"]
+    hand = [run for name, run in runs.items() if name not in PLANNED]
     best = min(hand, key=lambda run: statistics.median(run.medians), default=None)
-    rows = [_row(scenario, rate, args.hosts, run, best) for run in runs.values()]
+    rows = [_row(scenario, rate, args, run, best) for run in runs.values()]
     planned = runs.get("autopar")
     return rows, _ratio(planned, best) if planned and best else None
 
 
-def predict(run: Run, scenario: str, cluster: Path, hosts: int, folder: Path) -> None:
+def predict(run: Run, scenario: str, cluster: Path, args: argparse.Namespace, folder: Path) -> None:
     """Plan the strategy, keep what is predicted of it, and the plan as STRATEGY.json in `folder`.
 
     A hand-written strategy that the planner cannot price is measured nevertheless, and its row says why.
@@ -108,16 +122,19 @@ def predict(run: Run, scenario: str, cluster: Path, hosts: int, folder: Path) ->
     import autopar
 
     model, batch = SCENARIOS[scenario].build()
-    fix = fixed(run.strategy, hosts, SCENARIOS[scenario].batch)
+    fix = fixed(run.strategy, args.hosts * args.ranks_per_host, SCENARIOS[scenario].batch, args.fix)
+    # What others wrote knows one level only.
+    two_level = run.strategy == "autopar"
     try:
-        plan = autopar.plan(model, cluster, example_inputs=batch, optimizer="adamw", fix=fix)
+        plan = autopar.plan(model, cluster, example_inputs=batch, optimizer="adamw", fix=fix, two_level=two_level)
     except autopar.AutoparError as error:
-        if run.strategy == "autopar":
+        if run.strategy in PLANNED:
             raise
         run.note = str(error)
         return
     run.predicted_s = plan.estimates.step_time_s
     run.degrees = {axis: size for axis, size in plan.decisions.degrees.items() if size > 1}
+    run.two_level = sum(each.count for each in plan.decisions.collectives if each.inner > 1)
     plan.save(folder / f"{run.strategy}.json")
 
 
@@ -130,11 +147,19 @@ def measure(
         RuntimeError: a rank failed, or the run took too long.
     """
     command = [
-        *(sys.executable, str(HERE / "netrun.py"), "--hosts", str(args.hosts), "--rate", rate, "--tag", args.tag),
-        *("--timeout", str(args.timeout), "--", sys.executable, "-m", "benchmarks.testbed.step"),
+        *(
+            sys.executable,
+            str(HERE / "netrun.py"),
+            "--hosts",
+            str(args.hosts),
+            "--ranks-per-host",
+            str(args.ranks_per_host),
+        ),
+        *("--tag", args.tag),
+        *("--rate", rate, "--timeout", str(args.timeout), "--", sys.executable, "-m", "benchmarks.testbed.step"),
         *("--scenario", scenario, "--strategy", strategy, "--steps", str(args.steps), "--warmup", str(args.warmup)),
     ]
-    if strategy == "autopar":
+    if strategy in PLANNED:
         command += ["--cluster", str(cluster), "--plan", str(plan)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -163,12 +188,13 @@ def _ratio(run: Run, best: Run) -> float:
     return statistics.median(mine / its for mine, its in zip(run.medians, best.medians, strict=True))
 
 
-def _row(scenario: str, rate: str, hosts: int, run: Run, best: Run | None) -> dict[str, Any]:
+def _row(scenario: str, rate: str, args: argparse.Namespace, run: Run, best: Run | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "benchmark": "testbed",
         "scenario": scenario,
         "rate": rate,
-        "hosts": hosts,
+        "hosts": args.hosts,
+        "ranks_per_host": args.ranks_per_host,
         "strategy": run.strategy,
         **spread([second for each in run.rounds for second in each]),
         "rounds": len(run.rounds),
@@ -176,9 +202,15 @@ def _row(scenario: str, rate: str, hosts: int, run: Run, best: Run | None) -> di
         "best_hand": best.strategy if best else None,
         "predicted_s": run.predicted_s,
         "degrees": run.degrees,
+        "two_level": run.two_level,
         "last_loss": run.losses[-1],
     }
     return {**row, "note": run.note} if run.note else row
+
+
+def _degree(text: str) -> tuple[str, int]:
+    key, _, value = text.partition("=")
+    return key, int(value)
 
 
 def main() -> int:
@@ -186,8 +218,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="each has a cluster_RATE.yaml here")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--hosts", type=int, default=2, help="with one rank each")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES[:-1]))
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="which talk over its loopback interface")
+    parser.add_argument("--fix", type=_degree, nargs="+", default=[], metavar="KEY=N", help="of our own plans")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each strategy")
     parser.add_argument("--steps", type=int, default=5, help="timed steps a run")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps a run")
@@ -197,11 +231,14 @@ def main() -> int:
     parser.add_argument("--no-predictions", action="store_true", help="measure hand-written strategies only")
     parser.add_argument("--output", type=Path, default=RESULTS / "testbed.jsonl")
     args = parser.parse_args()
+    args.fix = dict(args.fix)
     for rate in args.rates:
         if not (HERE / f"cluster_{rate}.yaml").is_file():
             parser.error(f"--rates {rate}: there is no {HERE / f'cluster_{rate}.yaml'}")
-    if args.no_predictions and "autopar" in args.strategies:
-        parser.error("autopar runs its prediction; leave it out of --strategies, or leave out --no-predictions")
+    if args.no_predictions and set(PLANNED) & set(args.strategies):
+        parser.error(
+            "autopar and flat run their predictions; leave them out of --strategies, or leave out --no-predictions"
+        )
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         print("compare: needs root, ip and tc (apt-get install -y iproute2)", file=sys.stderr)
         return SKIP

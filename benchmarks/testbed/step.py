@@ -9,7 +9,7 @@ compute different things give themselves away.
 
 Strategies: `ddp`, `fsdp2` (fully_shard on each layer and on the whole), `tp` (Megatron's column and row split, the head
 and its loss split by vocabulary, the embedding too where that is cheaper than updating all of it), `pipeline` (1F1B of
-torch.distributed.pipelining over equal numbers of layers) and `autopar` (the plan of `--plan`).
+torch.distributed.pipelining over equal numbers of layers) and `autopar` or `flat` (the plan of `--plan`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def pipeline(scenario: Scenario, _: argparse.Namespace) -> Program:
     return Program(stage, (), "sum", run=run)
 
 
-STRATEGIES = {each.__name__: each for each in (ddp, fsdp2, tp, pipeline, autopar)}
+STRATEGIES = {**{each.__name__: each for each in (ddp, fsdp2, tp, pipeline, autopar)}, "flat": autopar}
 
 
 def _mesh(axis: str) -> Any:
@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--cluster", type=Path, help="for autopar: the cluster file of the plan")
     parser.add_argument("--plan", type=Path, help="for autopar: the plan")
     args = parser.parse_args()
-    if args.strategy == "autopar" and not (args.cluster and args.plan):
+    if args.strategy in {"autopar", "flat"} and not (args.cluster and args.plan):
         parser.error("autopar needs --cluster and --plan")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -60,12 +60,6 @@ def test_auto_is_never_worse_than_one_flat_ring(op):
     assert (collective_s(op, SIZES, hops) <= collective_s(op, SIZES, hops, "ring")).all()
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_a_ring_a_level_is_never_worse_than_one_flat_ring(op):
-    hops = tuple(dataclasses.replace(hop, library=GLOO) for hop in GROUPS["both"])
-    assert (collective_s(op, SIZES, hops, "hierarchical") <= collective_s(op, SIZES, hops, "ring") * (1 + 1e-12)).all()
-
-
 def test_an_all_gather_of_nccl_carries_all_but_one_part_across_the_adapters():
     node, rack = Hop(8, 450e9, 0.0, "node"), Hop(2, 100e9, 0.0, "rack")
 
@@ -90,7 +84,7 @@ def test_the_fill_of_nccl_ends_at_a_multiple_of_the_latency():
 
 def test_the_fill_of_gloo_grows_without_end():
     hop = dataclasses.replace(LINK, library=GLOO)
-    terms = collective_terms("all_reduce", 1e10, (hop,), "tree")
+    terms = collective_terms("all_reduce", 1e10, (hop,), "ring")
 
     assert float(terms.fill_s) == pytest.approx(2 * math.sqrt(terms.latency_s * float(terms.transfer_s)))
 

@@ -23,6 +23,14 @@ def test_table_of_the_small_plan(small_plan: Plan, golden: Golden):
     golden("table.txt", table_text(small_plan))
 
 
+def test_collectives_in_two_levels_are_shown_with_the_ranks_inside(small_plan: Plan, golden: Golden):
+    gathered, reduced = small_plan.decisions.collectives
+    two_level = (replace(gathered, inner=4), replace(reduced, inner=2, chunks=8))
+    text = table_text(replace(small_plan, decisions=replace(small_plan.decisions, collectives=two_level)))
+
+    golden("two_level.txt", text[text.index("collectives\n") : text.index("search\n")])
+
+
 def test_dot_of_the_small_plan(small_plan: Plan, golden: Golden):
     golden("plan.dot", dot(small_plan))
 

@@ -1,0 +1,307 @@
+"""What collectives in two levels do: chains of flat ones inside the fast links and across them.
+
+On gloo a chain runs on a thread of its stream, one chain after another, so that the thread that issues it goes on; on
+devices with streams it is issued at once on a stream of its own. `wait_tensor` of a result waits for the chain's end.
+
+All work on pieces of equal rows, one a rank of the group: its share, which it sums or hands to the others. What goes
+across is what a rank shares with the ranks of its place in other nodes; blocks are sent to where they belong, so that
+none is permuted. gloo has no reduce-scatter, and its all-gather takes memory of its own for the result: there ranks
+send one another rows, into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar._torch import group_named, wait_by
+
+_REDUCE: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "product": (dist.ReduceOp.PRODUCT, torch.mul),
+}
+"""By the names of functional collectives: what is asked of the library, and the same of two tensors."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The groups of this rank inside the fast links and across them."""
+
+    inner: _Exchange
+    outer: _Exchange
+
+    @classmethod
+    def named(cls, inner: str, outer: str, device: torch.device) -> Levels:
+        """Return those of two process groups, for tensors on a device."""
+        direct = device.type == "cpu"
+        return cls(_Exchange(group_named(inner), direct), _Exchange(group_named(outer), direct))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return how many ranks meet across, and how many inside."""
+        return self.outer.size, self.inner.size
+
+    def all_reduce(self, values: Sequence[torch.Tensor], reduce: str, chunks: int) -> None:
+        """Reduce the values over all ranks, in the memory that they have.
+
+        In chunks, one is exchanged inside while another is under way across.
+        """
+        packed = _Packed.of(values, self.inner.size, chunks)
+        parts = packed.parts
+        across = []
+        begun = self._scattering(parts[0], reduce)
+        for following in [*parts[1:], None]:
+            ready, begun = begun, begun if following is None else self._scattering(following, reduce)
+            across.append(dist.all_reduce(ready.end(), _REDUCE[reduce][0], group=self.outer.group, async_op=True))
+        gathered = []
+        for part, work in zip(parts, across, strict=True):
+            work.wait()
+            gathered += self.inner.gathering([part])
+        _finish(gathered)
+        packed.unpack()
+
+    def _scattering(self, part: torch.Tensor, reduce: str) -> _Scattering:
+        return self.inner.scattering([part], [part[self.inner.rank]], reduce)
+
+    def all_gather(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Fill the results, along dimension 0, with the values of all ranks."""
+        nodes, inside = self.sizes
+        for value, result in zip(values, results, strict=True):
+            blocks = result.view(nodes, inside, -1)
+            own = blocks[:, self.inner.rank]
+            own[self.outer.rank] = value.reshape(-1)
+            across = own if self.outer.direct else own.contiguous()
+            _finish(self.outer.gathering([across]))
+            if across is not own:
+                own.copy_(across)
+            _finish(self.inner.gathering(list(blocks)))
+
+    def reduce_scatter(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor], reduce: str) -> None:
+        """Fill the results with this rank's part, along dimension 0, of the values reduced over all ranks."""
+        nodes, inside = self.sizes
+        for value, result in zip(values, results, strict=True):
+            blocks = value.reshape(nodes, inside, -1)
+            share = value.new_empty((nodes, blocks.shape[2]))
+            self.inner.scattering(list(blocks), list(share), reduce).end()
+            self.outer.scattering([share], [result.view(-1)], reduce).end()
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Tensors as pieces of equal rows: large ones where they are, the others one behind another in a buffer."""
+
+    parts: list[torch.Tensor]
+    small: list[torch.Tensor]
+    buffer: torch.Tensor
+
+    @classmethod
+    def of(cls, values: Sequence[torch.Tensor], rows: int, chunks: int) -> _Packed:
+        """Return the pieces, about as large as one of so many chunks of all; the last may be padded."""
+        size = max(rows, sum(each.numel() for each in values) // chunks)
+        large = [each for each in values if cls._stays(each, rows, size)]
+        small = [each for each in values if not cls._stays(each, rows, size)]
+        parts = [part for each in large for part in cls._cut(each.view(rows, -1), size)]
+        total = sum(each.numel() for each in small)
+        buffer = values[0].new_empty((rows, -(-total // rows)))
+        if small:
+            torch.cat([each.reshape(-1) for each in small], out=buffer.view(-1)[:total])
+            buffer.view(-1)[total:] = 0
+            parts += cls._cut(buffer, size)
+        return cls(parts, small, buffer)
+
+    @staticmethod
+    def _stays(value: torch.Tensor, rows: int, size: int) -> bool:
+        """Return whether a tensor makes pieces of its own, which are not much smaller than they should be."""
+        return value.is_contiguous() and not value.numel() % rows and 2 * value.numel() >= size
+
+    @staticmethod
+    def _cut(rows: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+        return torch.tensor_split(rows, min(rows.shape[1], max(1, round(rows.numel() / size))), 1)
+
+    def unpack(self) -> None:
+        """Copy what is in the buffer to the tensors that it was made of."""
+        at = 0
+        for value in self.small:
+            value.copy_(self.buffer.view(-1)[at : at + value.numel()].view(value.shape))
+            at += value.numel()
+
+
+@dataclass(frozen=True)
+class _Scattering:
+    """Reductions under way, each of rows to this rank's own row."""
+
+    results: list[torch.Tensor]
+    terms: list[torch.Tensor]
+    works: list[Any]
+    reduce: str
+
+    def end(self) -> torch.Tensor:
+        """Return the first of the reduced rows; terms are joined in the order of ranks, this one's own first."""
+        _finish(self.works)
+        for place, term in enumerate(self.terms):
+            result = self.results[place % len(self.results)]
+            _REDUCE[self.reduce][1](result, term, out=result)
+        return self.results[0]
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Collectives of one group on pieces `[ranks, m]`, a row a rank; `direct`: rows are sent from rank to rank."""
+
+    group: Any
+    direct: bool
+
+    @property
+    def size(self) -> int:
+        return int(self.group.size())
+
+    @property
+    def rank(self) -> int:
+        return int(self.group.rank())
+
+    @property
+    def _others(self) -> list[int]:
+        return [each for each in range(self.size) if each != self.rank]
+
+    def scattering(self, pieces: list[torch.Tensor], results: list[torch.Tensor], reduce: str) -> _Scattering:
+        """Begin to reduce each piece to this rank's row of it; a result may be the memory of that row."""
+        if not self.direct:
+            settings = dist.ReduceScatterOptions()
+            settings.reduceOp = _REDUCE[reduce][0]
+            flat = [each.reshape(-1) for each in pieces]
+            return _Scattering(
+                results, [], [self.group.reduce_scatter_tensor_coalesced(results, flat, settings)], reduce
+            )
+        for piece, result in zip(pieces, results, strict=True):
+            if piece[self.rank].data_ptr() != result.data_ptr():
+                result.copy_(piece[self.rank])
+        terms = [result.new_empty(result.shape) for _ in self._others for result in results]
+        ends = [(each, piece) for each in self._others for piece in pieces]
+        works = [self._receive(term, each) for term, (each, _) in zip(terms, ends, strict=True)]
+        works += [dist.isend(piece[each], group=self.group, group_dst=each) for each, piece in ends]
+        return _Scattering(results, terms, works, reduce)
+
+    def gathering(self, pieces: list[torch.Tensor]) -> list[Any]:
+        """Begin to fill the rows of pieces from the rank whose they are; return what to wait for."""
+        if not self.direct:
+            flat, own = [each.view(-1) for each in pieces], [each[self.rank] for each in pieces]
+            return [self.group.allgather_into_tensor_coalesced(flat, own)]
+        ends = [(each, piece) for each in self._others for piece in pieces]
+        works = [self._receive(piece[each], each, _GATHERED) for each, piece in ends]
+        return works + [
+            dist.isend(piece[self.rank], group=self.group, group_dst=to, tag=_GATHERED) for to, piece in ends
+        ]
+
+    def _receive(self, row: torch.Tensor, source: int, tag: int = 0) -> Any:
+        return dist.irecv(row, group=self.group, group_src=source, tag=tag)
+
+
+_GATHERED = 1
+"""Tag of what is handed back, so that it is not taken for what is still to be summed."""
+
+
+def _finish(works: Sequence[Any]) -> None:
+    for each in works:
+        each.wait()
+
+
+class _Worker:
+    """A thread on which a stream's chains run, one after another; a daemon, as one may wait for a rank that is gone."""
+
+    def __init__(self, stream: str) -> None:
+        self._todo: SimpleQueue[tuple[Callable[[], object], Future[None]]] = SimpleQueue()
+        Thread(target=self._run, name=f"autopar {stream}", daemon=True).start()
+
+    def submit(self, chain: Callable[[], object]) -> Future[None]:
+        """Let a chain run after those before it; what it raises is raised to who asks for the result."""
+        done: Future[None] = Future()
+        self._todo.put((chain, done))
+        return done
+
+    def _run(self) -> None:
+        while True:
+            chain, done = self._todo.get()
+            try:
+                with torch.no_grad():
+                    chain()
+            except Exception as error:  # noqa: BLE001  raised where the result is waited for
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            del chain, done  # with the tensors that they hold
+
+
+_worker = cache(_Worker)
+
+
+@cache
+def _side(stream: str, device: torch.device) -> Any:
+    """Return the device's stream on which a stream's chains run."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _issue(stream: str, chain: Callable[[], object], held: Sequence[torch.Tensor], results: list[torch.Tensor]) -> None:
+    """Let a chain run; waiting for one of the results waits for its end."""
+    device = results[0].device
+    if device.type == "cpu":
+        done = _worker(stream).submit(chain)
+        for each in results:
+            wait_by(each, done.result)
+        return
+    side, now = _side(stream, device), torch.cuda.current_stream(device)
+    side.wait_stream(now)
+    with torch.cuda.stream(side), torch.no_grad():
+        chain()
+        ended = side.record_event()
+    for each in held:
+        each.record_stream(side)
+    for each in results:
+        wait_by(each, lambda: torch.cuda.current_stream(device).wait_event(ended))
+
+
+def _all_reduce_(
+    values: list[torch.Tensor], reduce: str, chunks: int, inner: str, outer: str, stream: str
+) -> list[torch.Tensor]:
+    levels = Levels.named(inner, outer, values[0].device)
+    _issue(stream, lambda: levels.all_reduce(values, reduce, chunks), values, values)
+    return values
+
+
+def _all_reduce(values: list[torch.Tensor], *settings: Any) -> list[torch.Tensor]:
+    return _all_reduce_([each.clone(memory_format=torch.contiguous_format) for each in values], *settings)
+
+
+def _all_gather(values: list[torch.Tensor], ranks: int, inner: str, outer: str, stream: str) -> list[torch.Tensor]:
+    levels = Levels.named(inner, outer, values[0].device)
+    results = [each.new_empty((each.shape[0] * ranks, *each.shape[1:])) for each in values]
+    _issue(stream, lambda: levels.all_gather(values, results), (*values, *results), results)
+    return results
+
+
+def _reduce_scatter(
+    values: list[torch.Tensor], reduce: str, ranks: int, inner: str, outer: str, stream: str
+) -> list[torch.Tensor]:
+    levels = Levels.named(inner, outer, values[0].device)
+    results = [each.new_empty((each.shape[0] // ranks, *each.shape[1:])) for each in values]
+    _issue(stream, lambda: levels.reduce_scatter(values, results, reduce), (*values, *results), results)
+    return results
+
+
+_LIBRARY = torch.library.Library("autopar_levels", "IMPL")  # type: ignore[no-untyped-call]
+for _name, _operation in {
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce_,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}.items():
+    _LIBRARY.impl(_name, _operation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
