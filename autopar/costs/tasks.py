@@ -154,7 +154,10 @@ class _Builder:
         place = (number, _BEFORE) if gathers else (max(sources), _BEHIND)
         merged = replace(issued, message=message, tensor=str(self.outcome.bucket(run, self.mesh)))
         reads = tuple(base for _, base, _ in found if base is not None)
-        index = self._add(*place, self._collective(merged, reads, kind=self.outcome.place(issued), kept=not gathers))
+        task = self._collective(merged, reads, kind=self.outcome.place(issued), kept=not gathers)
+        # Sums are made in place; what copying them into one piece takes is in the outcome's memory.
+        task = replace(task, makes_bytes=0) if message.op == "all_reduce" else task
+        index = self._add(*place, task)
         self._copies.update(dict.fromkeys((copy for copy, _, _ in found), index))
 
     def _alone(self, issued: Issued, base: int | None, *, kept: bool) -> Task:

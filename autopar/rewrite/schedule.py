@@ -6,6 +6,7 @@ collectives of a group in the same order.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,48 @@ class SinkWaits:
                 first_use.prepend(node)
                 moved += 1
         return moved
+
+
+@dataclass(frozen=True, slots=True)
+class SettleScatters:
+    """Wait for each scattered gradient once the next one of its mesh axis is issued, not at the end of backward.
+
+        scatter1 mm(a, b) scatter2 mm(c, d) wait1 wait2
+    becomes
+        scatter1 mm(a, b) scatter2 wait1 mm(c, d) wait2
+
+    Until it is waited for, a collective holds what it reads: the whole gradient of one rank's part of the batch. One is
+    left to run behind the operators that follow.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators moved."""
+        before: dict[str, fx.Node] = {}
+        moved = 0
+        for start in list(gm.graph.nodes):
+            if role(start) != "start" or COLLECTIVES[start.target] != "reduce_scatter" or not mark(start).gradient:
+                continue
+            axis = str(start.args[-1])
+            place = start
+            for node in _results(before[axis]) if axis in before else ():
+                if place < node and all(each < node for each in node.all_input_nodes):
+                    place.append(node)
+                    place = node
+                    moved += 1
+            before[axis] = start
+        return moved
+
+
+def _results(start: fx.Node) -> list[fx.Node]:
+    """Return the parts of a collective's result, the waits for them, and what brings them to their places, in order."""
+    found = [start]
+    for node in found:
+        found += [
+            user
+            for user in node.users
+            if user not in found and (user.target is operator.getitem or role(user) in {"wait", "move", "start"})
+        ]
+    return sorted(found[1:])
 
 
 @dataclass(frozen=True, slots=True)
