@@ -72,7 +72,7 @@ def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, 
             steps[first] += size
             steps[last + 1] -= size
 
-    until, base = settled_at(graph), base_of(graph)
+    until, base, returned = settled_at(graph), base_of(graph), gradients_of(graph)
     last = 0.0
     ready = [max(made_at(graph, each) for each in run) for run in runs]
     for run, at in zip(runs, ready, strict=True):
@@ -99,12 +99,14 @@ def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, 
             for each in run:
                 made, size = made_at(graph, each), float(each.message.bytes)
                 alone = until.get(base[each.copy[0], each.copy[1]][0], made) if each.copy is not None else made
+                final = each.copy is not None and base[each.copy[0], each.copy[1]] in returned
                 # What the curve of each by itself has, taken out; then those of the run as one.
                 hold(made, alone, -size - (size if on_cpu else size / parts))
-                hold(alone + 1, end, -size / parts)
                 hold(made, at - 1 if on_cpu else then, size)
                 hold(at, then, 2 * size if on_cpu else size / parts)
-                hold(then + 1, end, size / parts)
+                # Of what is cast once it is reduced, the cast is what stays.
+                hold(alone + 1, end, -final * size / parts)
+                hold(then + 1, end, final * size / parts)
     hold(end, end, last)
     return np.cumsum(steps)[: end + 1]
 

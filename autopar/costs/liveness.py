@@ -20,7 +20,7 @@ from autopar.costs.optimizer import state_bytes
 from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.placement import Layout, Partial, local_shape
 from autopar.ir.reshard import AHEAD_BYTES
-from autopar.ir.roles import is_view
+from autopar.ir.roles import gradient_like, is_view
 from autopar.ir.table import Floats, MemoryRow
 from autopar.ir.tensor import TensorMeta
 
@@ -181,12 +181,20 @@ def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
 
 @once_per_graph
 def settled_at(graph: Graph) -> dict[str, int]:
-    """Return, for each operator whose memory is a gradient's, the position at which its reduction is waited for.
+    """Return, for each operator whose value becomes a gradient, the position at which its reduction is waited for.
 
-    That is where the next gradient is made, and its reduction issued: the rule of the rewriter's `SettleScatters`.
+    That is where the next gradient is made, and its reduction issued: the rule of the rewriter's `SettleScatters`. Of
+    what is cast or viewed to become a gradient, it is that of the gradient.
     """
     places = sorted({graph.position[name] for name, _ in gradients_of(graph)})
-    return {graph.ops[at].name: then for at, then in zip(places, [*places[1:], len(graph.ops)], strict=True)}
+    found = {graph.ops[at].name: then for at, then in zip(places, [*places[1:], len(graph.ops)], strict=True)}
+    ends = gradient_like(graph)
+    for op in reversed(graph.ops):
+        if op.name in ends and op.name not in found:
+            reached = [found[user] for user in graph.users[op.name] if user in found]
+            if reached:
+                found[op.name] = max(reached)
+    return found
 
 
 def settled(graph: Graph) -> list[Life]:

@@ -380,6 +380,9 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             times = 1 if summed else outcome.microbatches
             messages = links.route_messages(have, need, graph.meta(ref), flat=behind and bool(links.flat_bytes))
             whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts
+            # A gradient that is cast once it is reduced; with micro-batches, its sum is what is reduced.
+            last = outcome.microbatches == 1 and ref.op in ends and op.name in ends and len(op.refs) == 1
+            whole = whole or (last and len(messages) == 1 and messages[0].op in REDUCTIONS)
             backward = bool(messages) and op.phase == "backward"
             readers = _readers(outcome, ref, need, key[3] or None) if backward else ()
             for message in messages:

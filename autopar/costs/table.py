@@ -12,12 +12,23 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.costs import operators
 from autopar.costs.clusters import Cluster, build
 from autopar.costs.fusion import fused_traffic
-from autopar.costs.links import Links
-from autopar.costs.liveness import CopyLife, Holdings, base_of, gradient_indices, local_bytes, prefetched, settled_at
+from autopar.costs.links import UNREACHABLE, Links
+from autopar.costs.liveness import (
+    CopyLife,
+    Holdings,
+    base_of,
+    gradient_indices,
+    gradients_of,
+    is_term,
+    local_bytes,
+    prefetched,
+    settled_at,
+)
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
@@ -64,6 +75,9 @@ class Builder:
     optimizer: str
     gathers: frozenset[Gather] = frozenset({"per_phase", "once"})
     """How parameters sharded at rest may be gathered."""
+
+    sums_in_float32: bool = False
+    """Whether gradients of 16 bits are cast to their float32 parameter's type before they are summed over ranks."""
 
     segments: Segments = field(init=False)
     clusters: list[Cluster] = field(init=False)
@@ -254,6 +268,8 @@ class Builder:
             demands.setdefault((node, column.tobytes()), Demand(node, column))
         flat = sharing.category != "critical" and bool(self.links.flat_bytes)
         price = np.array([[self.links.route_s(a, b, meta, flat=flat) for b in wanted] for a in sources])
+        if self._is_cast_up(sharing, meta):
+            price[self._in_other_type(sources, wanted)] = UNREACHABLE
         # Gradients of micro-batches are added up before they are reduced: nothing is left to hide behind.
         apart = sharing.category == "reduction" and self._microbatches > 1 and not self.links.hides_reductions
         alone = sharing.category == "critical" or apart
@@ -276,6 +292,12 @@ class Builder:
         tail = None
         if sharing.category == "reduction" and self._microbatches == 1:
             held, tail = self._scattered(sources, wanted, meta, held)
+            if self._base[sharing.producer] not in {name for name, _ in gradients_of(self.graph)}:
+                # What is cast once it is reduced: its cast stays, and itself until then.
+                held = held + np.array(
+                    [[local_bytes(meta, a, self.links.sizes) * (a != b) for b in wanted] for a in sources]
+                )
+                tail = None
             until = settled_at(self.graph)
             places = [self.graph.ops[first].name for first, _ in lives]
             lives = [
@@ -292,6 +314,22 @@ class Builder:
         name = f"{sharing.producer}.{sharing.index}.{sharing.phase}"
         group = Group(name, source, layout, tuple(demands.values()), price, hidden, sharing.category, times * counts)
         return [(each, copy) for each in self._drop_own(nodes, group)]
+
+    def _is_cast_up(self, sharing: Sharing, meta: TensorMeta) -> bool:
+        """Return whether what a group moves is a gradient of 16 bits that is cast to its parameter's larger type."""
+        if sharing.category != "reduction" or not meta.is_floating or meta.item_bytes >= 4:
+            return False
+        readers = [self.graph.by_name.get(reader.op) for reader in sharing.readers]
+        made = [op.outputs[0] if op is not None and not is_view(op) else None for op in readers]
+        return all(each is not None and each.item_bytes > meta.item_bytes for each in made)
+
+    def _in_other_type(self, sources: Sequence[Layout], wanted: Sequence[Layout]) -> npt.NDArray[np.bool_]:
+        """Return which redistributions of a gradient that is then cast up are not to be.
+
+        Sums over micro-batches are float32 always: many terms in 16 bits lose what the parameter could take up.
+        """
+        later = self.sums_in_float32 or self._microbatches > 1
+        return np.array([[is_term(a) and (a != b if later else is_term(b)) for b in wanted] for a in sources])
 
     def _route(self, before: Layout, after: Layout, meta: TensorMeta) -> tuple[Step, ...]:
         """Return the steps from one layout to another, none if no steps lead there."""
