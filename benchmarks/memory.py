@@ -37,6 +37,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, {"tp": 2}),
     "zero": (2, {"dp_shard": 2, "zero": 3}),
     "pp": (2, {"pp": 2, "microbatch": 2}),
+    "recompute": (2, {"dp_replicate": 2, "recompute": "full"}),
 }
 """Ranks, and what is fixed."""
 

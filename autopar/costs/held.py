@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ from autopar.costs.liveness import base_of, gradients_of, is_term, local_bytes, 
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.timing import pairs
 from autopar.ir.graph import Graph
+from autopar.ir.placement import Layout
 from autopar.ir.plan import Memory
 from autopar.ir.table import Floats
 
@@ -24,7 +25,9 @@ def held_memory(outcome: Outcome) -> Memory:
     """Return the bytes held at the peak, by what they are."""
     graph, sizes, pricing = outcome.graph, outcome.links.sizes, outcome.pricing
     copies = [pairs(group, outcome.options) for group in pricing.table.groups]
-    curve = pricing.table.memory_curve(outcome.options, copies) + outcome.merging_bytes()
+    held_by_search = pricing.table.memory_curve(outcome.options, copies)
+    needed = needed_until(outcome)
+    curve = held_by_search + outcome.merging_bytes() - _freed_bytes(outcome, needed)
     at = int(np.argmax(curve))
     parameters = optimizer = gradients = activations = 0.0
     for op in graph.ops:
@@ -37,7 +40,8 @@ def held_memory(outcome: Outcome) -> Memory:
     for life in pricing.holdings.lives_of_step:
         rep = graph.representative(life.op)
         made_in = outcome.strategy(rep).outputs[life.index]
-        if not life.first <= at <= life.last or (life.if_whole and is_term(made_in)):
+        last = min(life.last, needed.get((life.op, life.index), life.last))
+        if not life.first <= at <= last or (life.if_whole and is_term(made_in)):
             continue
         meta = graph.by_name[life.op].outputs[life.index]
         held = local_bytes(meta, made_in, sizes) if meta is not None else 0.0
@@ -57,6 +61,48 @@ def held_memory(outcome: Outcome) -> Memory:
     )
 
 
+def needed_until(outcome: Outcome) -> dict[tuple[str, int], int]:
+    """Return, of each value that is read in other layouts than its own, the last position where its own memory is.
+
+    From then on there are only copies. The search, whose layouts are open, counts a value up to its last reader.
+    """
+    graph, base, end = outcome.graph, base_of(outcome.graph), len(outcome.graph.ops)
+    returned = gradients_of(graph)
+    kept = {base[each.ref.op, each.ref.index] for each in graph.outputs if each.ref is not None}
+    own: dict[tuple[str, int], int] = {}
+    moved: set[tuple[str, int]] = set()
+    made: set[tuple[str, int, Layout]] = set()
+    for position, op in enumerate(graph.ops):
+        for ref, need in zip(op.refs, outcome.strategy(graph.representative(op.name)).inputs, strict=True):
+            owner = base[ref.op, ref.index]
+            have = outcome.layout(graph.representative(ref.op), ref.index)
+            copy = (ref.op, ref.index, need)
+            communicates = have != need and bool(outcome.links.route_messages(have, need, graph.meta(ref)))
+            if communicates:
+                moved.add(owner)
+            if not (communicates and copy in made):
+                own[owner] = position
+            made.add(copy)
+    found = {value: at for value, at in own.items() if value in moved}
+    return {value: end if value in kept or value in returned else at for value, at in found.items()}
+
+
+def _freed_bytes(outcome: Outcome, needed: Mapping[tuple[str, int], int]) -> Floats:
+    """Return what is held at each position less than with every value up to its last reader."""
+    graph = outcome.graph
+    steps = np.zeros(len(graph.ops) + 2)
+    for life in outcome.pricing.holdings.lives_of_step:
+        meta = graph.by_name[life.op].outputs[life.index]
+        until = max(life.first, needed.get((life.op, life.index), life.last))
+        held_throughout = graph.by_name[life.op].kind != "call"
+        if until < life.last and meta is not None and not held_throughout:
+            made_in = outcome.strategy(graph.representative(life.op)).outputs[life.index]
+            size = local_bytes(meta, made_in, outcome.links.sizes)
+            steps[until + 1] += size
+            steps[life.last + 1] -= size
+    return np.cumsum(steps)[: len(graph.ops) + 1]
+
+
 def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, microbatches: int) -> Floats:
     """Return what collectives that travel together hold at each position, less what each by itself would.
 
@@ -74,6 +120,7 @@ def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, 
 
     until, base, returned = settled_at(graph), base_of(graph), gradients_of(graph)
     last = 0.0
+    # A run is issued behind the operator that makes the last of what it reads.
     ready = [max(made_at(graph, each) for each in run) for run in runs]
     for run, at in zip(runs, ready, strict=True):
         op, axis = run[0].message.op, run[0].message.axis
@@ -86,13 +133,15 @@ def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, 
         then = min(later, default=end)
         if op == "all_gather":
             first = read_at(graph, run[0])
-            hold(first, first, on_cpu * (whole + whole / parts))
+            # torch's gloo makes, and drops at once, a tensor of as many parts like the first as there are.
+            alike = len(run) * run[0].message.bytes / parts
+            hold(first, first, on_cpu * max(whole + whole / parts, alike))
             for each in run:
                 read, size = read_at(graph, each), float(each.message.bytes)
                 hold(first, read - 1, size)
                 hold(read, read, -on_cpu * size)
         elif op == "all_reduce" and microbatches == 1:
-            hold(at, then - bool(later), on_cpu * whole)
+            hold(at + 1, then, on_cpu * whole)
         elif op == "all_reduce":
             last = max(last, on_cpu * whole)
         else:
@@ -102,8 +151,8 @@ def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, 
                 final = each.copy is not None and base[each.copy[0], each.copy[1]] in returned
                 # What the curve of each by itself has, taken out; then those of the run as one.
                 hold(made, alone, -size - (size if on_cpu else size / parts))
-                hold(made, at - 1 if on_cpu else then, size)
-                hold(at, then, 2 * size if on_cpu else size / parts)
+                hold(made, at if on_cpu else then, size)
+                hold(at + 1, then, 2 * size if on_cpu else size / parts)
                 # Of what is cast once it is reduced, the cast is what stays.
                 hold(alone + 1, end, -final * size / parts)
                 hold(then + 1, end, final * size / parts)
