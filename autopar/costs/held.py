@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 def held_memory(outcome: Outcome) -> Memory:
     """Return the bytes held at the peak, by what they are."""
     graph, sizes, pricing = outcome.graph, outcome.links.sizes, outcome.pricing
-    copies = [pairs(group, outcome.options) for group in pricing.table.groups]
-    held_by_search = pricing.table.memory_curve(outcome.options, copies)
-    needed = needed_until(outcome)
-    curve = held_by_search + outcome.merging_bytes() - _freed_bytes(outcome, needed)
+    curve, needed = outcome.memory_curve, outcome.needed_until
     at = int(np.argmax(curve))
     parameters = optimizer = gradients = activations = 0.0
     for op in graph.ops:
@@ -37,7 +34,7 @@ def held_memory(outcome: Outcome) -> Memory:
             if op.kind == "parameter" and op.requires_grad:
                 optimizer += state_bytes(op, layout, sizes, outcome.optimizer)
     returned = gradients_of(graph)
-    for life in pricing.holdings.lives_of_step:
+    for life in pricing.holdings.own_lives:
         rep = graph.representative(life.op)
         made_in = outcome.strategy(rep).outputs[life.index]
         last = min(life.last, needed.get((life.op, life.index), life.last))
@@ -59,6 +56,13 @@ def held_memory(outcome: Outcome) -> Memory:
         temporary=max(0, round(rest)),
         reserved=round(reserved),
     )
+
+
+def held_curve(outcome: Outcome) -> Floats:
+    """Return the bytes held at each position, what travels together and what is freed early taken into account."""
+    copies = [pairs(group, outcome.options) for group in outcome.pricing.table.groups]
+    held = outcome.pricing.table.memory_curve(outcome.options, copies) + outcome.merging_bytes()
+    return np.asarray(held - _freed_bytes(outcome, outcome.needed_until), dtype=np.float64)
 
 
 def needed_until(outcome: Outcome) -> dict[tuple[str, int], int]:
@@ -91,7 +95,7 @@ def _freed_bytes(outcome: Outcome, needed: Mapping[tuple[str, int], int]) -> Flo
     """Return what is held at each position less than with every value up to its last reader."""
     graph = outcome.graph
     steps = np.zeros(len(graph.ops) + 2)
-    for life in outcome.pricing.holdings.lives_of_step:
+    for life in outcome.pricing.holdings.own_lives:
         meta = graph.by_name[life.op].outputs[life.index]
         until = max(life.first, needed.get((life.op, life.index), life.last))
         held_throughout = graph.by_name[life.op].kind != "call"

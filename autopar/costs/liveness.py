@@ -272,7 +272,7 @@ class Holdings:
 
     def __post_init__(self) -> None:
         self.lives = lives_of_step(self.graph, accumulates=self.accumulates)
-        self.lives_of_step = self.lives if self.accumulates else settled(self.graph)
+        self.own_lives = self.lives if self.accumulates else settled(self.graph)
         self._resting = self._resting_bytes()
 
     def _resting_bytes(self) -> dict[int, Floats]:
@@ -325,7 +325,7 @@ class Holdings:
         """Return what one device holds while the operator at position `at` runs."""
         alive = Counter(
             (self.graph.representative(life.op), life.index, life.if_whole)
-            for life in self.lives_of_step
+            for life in self.own_lives
             if life.first <= at <= life.last
         )
         nodes = {node: held.copy() for node, held in self._resting.items()}
@@ -354,7 +354,7 @@ class Holdings:
         steps = np.zeros(len(self.graph.ops) + 2)
         steps[0] = self.reserved_bytes + sum(held[options[node]] for node, held in self._resting.items())
         size: dict[tuple[str, int], float] = {}
-        for life in self.lives_of_step:
+        for life in self.own_lives:
             key = (self.graph.representative(life.op), life.index)
             node = self.home[key[0]]
             layout = self.clusters[node].strategy(key[0], options[node]).outputs[life.index]

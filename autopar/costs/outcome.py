@@ -11,12 +11,12 @@ from math import prod
 from autopar.costs import operators
 from autopar.costs.buckets import REDUCTIONS, Clock, runs_of, together
 from autopar.costs.fusion import fused_traffic
-from autopar.costs.held import held_memory, merging_bytes
+from autopar.costs.held import held_curve, held_memory, merging_bytes, needed_until
 from autopar.costs.issued import Copy, Issued
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import gradient_indices
 from autopar.costs.table import Pricing
-from autopar.costs.timing import pairs, timing
+from autopar.costs.timing import timing
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import parted, within
@@ -325,9 +325,12 @@ class Outcome:
     @cached_property
     def memory_curve(self) -> Floats:
         """Return the bytes held at each position of the program."""
-        copies = [pairs(group, self.options) for group in self.pricing.table.groups]
-        held: Floats = self.pricing.table.memory_curve(self.options, copies) + self.merging_bytes()
-        return held
+        return held_curve(self)
+
+    @cached_property
+    def needed_until(self) -> dict[tuple[str, int], int]:
+        """Return until when values that are read in other layouts are held; see `held.needed_until`."""
+        return needed_until(self)
 
     def memory(self) -> Memory:
         """Return the bytes held at the peak, by what they are."""
