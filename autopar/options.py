@@ -19,11 +19,13 @@ from autopar.ir.placement import Partial, Placement, parse_placement
 from autopar.suggest import did_you_mean
 
 Precision = Literal["fp32", "bf16", "fp16"]
+ReduceDtype = Literal["fp32", "own"]
 Optimizer = Literal["sgd", "adam", "adamw", "none"]
 Setting = int | str | bool
 """Value of a fixed choice: a degree, a name, a switch."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+REDUCE_DTYPES = ("fp32", "own")
 OPTIMIZERS = ("sgd", "adam", "adamw", "none")
 
 _COUNTS = (*AXIS_NAMES, "microbatch", "interleave")
@@ -76,6 +78,13 @@ class PlanOptions:
     """Overrides of the model's configuration, as text: the model knows the type of each."""
 
     precision: Precision = "fp32"
+    reduce_dtype: ReduceDtype = "own"
+    """In which type gradients of 16 bits are summed over ranks: their own, or float32, which moves twice the bytes.
+
+    As `reduce_dtype` of FSDP2's MixedPrecisionPolicy, whose default is the parameters' type of the computation, too.
+    Sums over micro-batches are in the parameter's own type either way.
+    """
+
     optimizer: Optimizer = "adamw"
     fix: Mapping[str, Setting] = field(default_factory=dict)
     forbid: tuple[str, ...] = ()
@@ -125,6 +134,8 @@ class PlanOptions:
     def constraints(self) -> dict[str, Any]:
         """Return what the user demanded of the search, as the plan file records it."""
         demanded: dict[str, Any] = {"memory_margin": self.memory_margin}
+        if self.reduce_dtype != "own":
+            demanded["reduce_dtype"] = self.reduce_dtype
         if self.fix:
             demanded["fix"] = dict(self.fix)
         if self.forbid:
@@ -340,6 +351,7 @@ _PARSERS: Mapping[str, Any] = {
     "seq": lambda value: _count("--seq", value),
     "set": _set,
     "precision": lambda value: _choice("--precision", value, PRECISIONS),
+    "reduce_dtype": lambda value: _choice("--reduce-dtype", value, REDUCE_DTYPES),
     "optimizer": lambda value: _choice("--optimizer", value, OPTIMIZERS),
     "fix": _fix,
     "forbid": _forbid,

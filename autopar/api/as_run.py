@@ -20,7 +20,7 @@ from autopar.ir.stages import units
 from autopar.search.cuts import NoCut
 from autopar.search.ilp import Ilp, Limits, Solution, solve_program
 from autopar.search.trials import Recompute, Trial
-from cost_models.memory import with_shards
+from cost_models.memory import with_master, with_shards
 from cost_models.stack import Stack, pytorch
 
 _UNLIMITED = 1 << 60
@@ -73,8 +73,13 @@ class AsRun(Solving):
 
     @property
     def optimizer(self) -> str:
-        """Return the optimizer, sharded over the ranks that hold the same parameters if that was asked for."""
-        return with_shards(super().optimizer, self.replicas) if self.sharded_optimizer else super().optimizer
+        """Return the optimizer: on float32 copies of parameters of 16 bits; sharded over the ranks that hold the same.
+
+        Plans of ours have no such copies: the user's optimizer updates the parameters that the model has.
+        """
+        mixed = self.options.precision != "fp32" and _has_short_parameters(self.program)
+        name = with_master(self.options.optimizer) if mixed else self.options.optimizer
+        return with_shards(name, self.replicas) if self.sharded_optimizer else name
 
     def estimates(self, trial: Trial, wishes: Wishes) -> Estimates:
         """Return what is predicted of the trial.
@@ -110,3 +115,9 @@ def _block_bytes(graph: Graph, split: int) -> int:
     """Return the bytes of one block's parameters on a tensor-parallel rank, the mean over the program's blocks."""
     trained = [op.outputs[0] for op in graph.ops if op.kind == "parameter" and op.requires_grad]
     return round(sum(meta.nbytes for meta in trained if meta is not None) / len(units(graph)) / split)
+
+
+def _has_short_parameters(graph: Graph) -> bool:
+    """Return whether a trained parameter has fewer than 32 bits an element."""
+    trained = (op.outputs[0] for op in graph.ops if op.kind == "parameter" and op.requires_grad)
+    return any(meta is not None and meta.is_floating and meta.item_bytes < 4 for meta in trained)

@@ -54,17 +54,16 @@ def overlapped(
     """
     if staged or outcome.microbatches > 1:
         return Overlapped(replace(outcome, merges=on).decisions(mesh, degrees), estimates)
-    spare_bytes = max(0, estimates.memory_budget_bytes - estimates.memory.total)
     plain = replace(outcome, merges=False)
     if not on:
         return _described(plain, mesh, degrees, estimates, None)
-    alone = tasks_of(plain, mesh)
-    limit_bytes = peak_bytes(alone, range(len(alone))) + spare_bytes
+    spare_bytes = max(0, estimates.memory_budget_bytes - plain.memory().total)
     for merging in (replace(outcome, spare_bytes=spare_bytes), outcome, plain):
         tasks = tasks_of(merging, mesh)
-        if peak_bytes(tasks, range(len(tasks))) <= limit_bytes:
+        left_bytes = estimates.memory_budget_bytes - merging.memory().total
+        if left_bytes >= 0:
             break
-    found = schedule(tasks, replay, held_bytes, limit_bytes)
+    found = schedule(tasks, replay, held_bytes, peak_bytes(tasks, range(len(tasks))) + max(0, left_bytes))
     return _described(merging, mesh, degrees, estimates, found)
 
 
@@ -73,7 +72,6 @@ def _described(
 ) -> Overlapped:
     """Return the decisions that a schedule stands for, and what is predicted of the step that follows it."""
     decisions = outcome.decisions(mesh, degrees)
-    alone = tasks_of(replace(outcome, merges=False), mesh)
     tasks = tasks_of(outcome, mesh)
     order = range(len(tasks)) if found is None else found.order
     streams = {} if found is None else own_streams(tasks, order)
@@ -101,9 +99,7 @@ def _described(
         )
         if found.hindered and not found.ahead:
             warnings = (_no_prefetch(found.hindered, estimates),)
-    # What reductions that travel together are copied into is in the outcome's memory already.
-    copied_bytes = round(float(outcome.merging_bytes().max()))
-    more_bytes = max(0, step.peak_bytes - peak_bytes(alone, range(len(alone))) - copied_bytes)
+    more_bytes = max(0, step.peak_bytes - peak_bytes(tasks, range(len(tasks))))
     held = outcome.memory()
     memory = replace(held, temporary=held.temporary + more_bytes)
     estimates = replace(estimates, memory=memory, peak_memory_bytes=memory.total, timeline=spans(tasks, order, step))

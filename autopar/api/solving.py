@@ -28,7 +28,6 @@ from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisChoices, compose
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
-from cost_models.memory import with_master
 
 WHY_NOT = {
     "infeasible": "does not fit in memory",
@@ -96,9 +95,8 @@ class Solving:
 
     @property
     def optimizer(self) -> str:
-        """Return the optimizer as costs know it: in mixed precision, parameters of 16 bits have a float32 copy."""
-        mixed = self.options.precision != "fp32" and _has_short_parameters(self.program)
-        return with_master(self.options.optimizer) if mixed else self.options.optimizer
+        """Return the optimizer as costs know it: the user's own, on the parameters as they are."""
+        return self.options.optimizer
 
     def budget_of_all(self, depth: int) -> int:
         """Return bytes that the whole program needs at most on one stage's mesh for its stages to fit on theirs.
@@ -125,7 +123,8 @@ class Solving:
         if timed:
             require_splittable(graph, choices.of)
         options = wishes.apply(graph, trial.mesh, choices.of)
-        return links, Builder(graph, options, links, self.optimizer, wishes.gathers).build()
+        in_float32 = self.options.reduce_dtype == "fp32"
+        return links, Builder(graph, options, links, self.optimizer, wishes.gathers, in_float32).build()
 
     def links(self, trial: Trial) -> Links:
         """Return the prices of moving data on a trial's mesh."""
@@ -277,12 +276,6 @@ class Solving:
     def _without_plan(self, one: Waiting, solution: Solution) -> Solved:
         solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
         return Solved(one.trial, solution, why_not=WHY_NOT.get(solution.status, solution.status))
-
-
-def _has_short_parameters(graph: Graph) -> bool:
-    """Return whether a trained parameter has fewer than 32 bits an element."""
-    trained = (op.outputs[0] for op in graph.ops if op.kind == "parameter" and op.requires_grad)
-    return any(meta is not None and meta.is_floating and meta.item_bytes < 4 for meta in trained)
 
 
 def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:

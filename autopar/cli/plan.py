@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli.files import require_writable
-from autopar.options import FIX_KEYS, FORBID_KEYS, OPTIMIZERS, PRECISIONS, PlanOptions
+from autopar.options import FIX_KEYS, FORBID_KEYS, OPTIMIZERS, PRECISIONS, REDUCE_DTYPES, PlanOptions
 
 
 def plan(
@@ -41,6 +41,10 @@ def plan(
     ] = None,
     precision: Annotated[
         str | None, typer.Option(metavar="|".join(PRECISIONS), help="Of the computation [fp32].")
+    ] = None,
+    reduce_dtype: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(REDUCE_DTYPES), help="In which type gradients of 16 bits are reduced [own]."),
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option(metavar="|".join(OPTIMIZERS), help="Whose state is kept [adamw].")
@@ -84,6 +88,7 @@ def plan(
         seq=seq,
         set=set_,
         precision=precision,
+        reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         fix=fix,
         forbid=forbid,

@@ -116,7 +116,8 @@ def runs_of(
 ) -> tuple[tuple[Issued, ...], ...]:
     """Return the collectives of one step that travel together, each run in the order of readiness or of use.
 
-    A gather's run is held whole, and so is the one before it while it runs: each takes at most half of `spare_bytes`.
+    A gather's run is held whole, and so is the one before it while it runs; so is what is scattered: each takes at most
+    half of `spare_bytes`.
     Programs with micro-batches gather and scatter one by one.
     """
     named = Counter((each.message.op, each.message.axis, each.phase, each.tensor) for each in messages)
@@ -139,7 +140,7 @@ def runs_of(
         kinds.setdefault((message.op, message.axis, dtype, each.phase, bool(each.copy[3])), []).append(made)
     runs: list[tuple[Issued, ...]] = []
     for (op, axis, _, phase, _), members in kinds.items():
-        most = spare_bytes / 2 if op == "all_gather" else math.inf
+        most = math.inf if op == "all_reduce" else spare_bytes / 2
         known: dict[int, float] = {}
 
         def seconds(size: int, op: str = op, axis: int = axis, known: dict[int, float] = known) -> float:

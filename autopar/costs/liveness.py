@@ -1,26 +1,26 @@
 """How long values live, and what one device holds at a moment as a function of the decisions.
 
 A value lives from the operator that makes it to its last reader, through views
-of it, which own nothing. Gradients of parameters live to the end. Parameters,
-optimizer state and the batch, which the caller holds, live throughout. A redistributed copy lives from the first
-to the last reader that shares it.
+of it, which own nothing. Gradients of parameters live to the end; what is reduced over ranks to become one, until that
+is waited for. Parameters, optimizer state and the batch, which the caller holds, live throughout. A redistributed copy
+lives from the first to the last reader that shares it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autopar.costs.clusters import Cluster
 from autopar.costs.optimizer import state_bytes
 from autopar.ir.graph import Graph, Op, once_per_graph
-from autopar.ir.placement import Layout, local_shape
+from autopar.ir.placement import Layout, Partial, local_shape
 from autopar.ir.reshard import AHEAD_BYTES
-from autopar.ir.roles import is_view
+from autopar.ir.roles import gradient_like, is_view
 from autopar.ir.table import Floats, MemoryRow
 from autopar.ir.tensor import TensorMeta
 
@@ -33,6 +33,8 @@ class Life:
     index: int
     first: int
     last: int
+    if_whole: bool = False
+    """Whether only a value that is no term of a sum over ranks is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,13 @@ class CopyLife:
     """Whether what is copied is a parameter: the same in all micro-batches."""
 
     tail: Floats | None = None
-    """Likewise, held from the first moment of a life to the end of the program: what a scattered sum leaves behind."""
+    """Likewise, held from the end of a life to the end of the program: what a gradient's reduction leaves behind."""
+
+    in_flight: Floats | None = None
+    """Likewise, held at the first moment only: what the making of the copies takes beside them."""
+
+    early: tuple[tuple[int, int], ...] = ()
+    """The lives where the program issues gathers ahead by a rule of its own (`prefetched`); empty of other copies."""
 
 
 @once_per_graph
@@ -77,6 +85,7 @@ def lives(graph: Graph) -> list[Life]:
     for output in graph.outputs:
         if output.ref is not None:
             last[base[output.ref.op, output.ref.index]] = end
+    written = written_into(graph)
     found = []
     for position, op in enumerate(graph.ops):
         if op.kind in {"parameter", "buffer"}:
@@ -86,8 +95,62 @@ def lives(graph: Graph) -> list[Life]:
         for index, meta in enumerate(op.outputs):
             if meta is not None and base[op.name, index] == (op.name, index):
                 until = end if held else last.get((op.name, index), position)
+                until -= (op.name, index) in written
                 found.append(Life(op.name, index, first, until))
     return found
+
+
+_INTO_FIRST = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar",
+        "neg.default", "exp.default", "log.default", "sqrt.default", "rsqrt.default", "reciprocal.default",
+        "abs.default",
+        "sin.default", "cos.default", "erf.default", "tanh.default", "sigmoid.default", "relu.default", "silu.default",
+        "gelu.default", "hardtanh.default", "leaky_relu.default", "elu.default", "pow.Tensor_Scalar", "clamp.default",
+        "masked_fill.Scalar",
+    )
+)  # fmt: skip
+_INTO_SECOND = frozenset({"aten.add.Tensor", "aten.mul.Tensor"})
+_INTO_ANY = frozenset(
+    f"aten.{name}_backward.default"
+    for name in (
+        "threshold",
+        "tanh",
+        "sigmoid",
+        "gelu",
+        "silu",
+        "hardtanh",
+        "leaky_relu",
+        "elu",
+        "softplus",
+        "hardswish",
+    )
+)
+"""Operators that the rewriter lets write into a value that nobody reads again (`rewrite.inplace.ComputeIntoDead`)."""
+
+
+@once_per_graph
+def written_into(graph: Graph) -> frozenset[tuple[str, int]]:
+    """Return the values whose last reader writes its result into their memory, which is then no longer theirs."""
+    base = base_of(graph)
+    last: dict[tuple[str, int], int] = {}
+    for position, op in enumerate(graph.ops):
+        for ref in op.refs:
+            last[base[ref.op, ref.index]] = position
+    kept = {base[o.ref.op, o.ref.index] for o in graph.outputs if o.ref is not None}
+    found: set[tuple[str, int]] = set()
+    for position, op in enumerate(graph.ops):
+        ways = len(op.refs) if op.target in _INTO_ANY else 2 if op.target in _INTO_SECOND else op.target in _INTO_FIRST
+        owners = [base[ref.op, ref.index] for ref in op.refs]
+        for ref, owner in list(zip(op.refs, owners, strict=True))[: int(ways)]:
+            whole = graph.by_name[owner[0]].outputs[owner[1]]
+            own = graph.by_name[owner[0]].kind == "call" and last[owner] == position and owner not in kept
+            alike = whole is not None and graph.meta(ref) == op.outputs[0] and whole.nbytes == graph.meta(ref).nbytes
+            if own and alike and owners.count(owner) == 1:
+                found.add(owner)
+                break
+    return frozenset(found)
 
 
 @once_per_graph
@@ -116,6 +179,36 @@ def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
     return [*lives(graph), *(replace(each, first=0) for each in lives(graph) if (each.op, each.index) in summed)]
 
 
+@once_per_graph
+def settled_at(graph: Graph) -> dict[str, int]:
+    """Return, for each operator whose value becomes a gradient, the position at which its reduction is waited for.
+
+    That is where the next gradient is made, and its reduction issued: the rule of the rewriter's `SettleScatters`. Of
+    what is cast or viewed to become a gradient, it is that of the gradient.
+    """
+    places = sorted({graph.position[name] for name, _ in gradients_of(graph)})
+    found = {graph.ops[at].name: then for at, then in zip(places, [*places[1:], len(graph.ops)], strict=True)}
+    ends = gradient_like(graph)
+    for op in reversed(graph.ops):
+        if op.name in ends and op.name not in found:
+            reached = [found[user] for user in graph.users[op.name] if user in found]
+            if reached:
+                found[op.name] = max(reached)
+    return found
+
+
+def settled(graph: Graph) -> list[Life]:
+    """Return how long values live in a step of one micro-batch: terms of gradients until their sum is there."""
+    found = []
+    returned, until = gradients_of(graph), settled_at(graph)
+    for life in lives(graph):
+        if (life.op, life.index) in returned and until[life.op] < life.last:
+            found += [replace(life, last=until[life.op]), replace(life, first=until[life.op] + 1, if_whole=True)]
+        else:
+            found.append(life)
+    return found
+
+
 def prefetched(gathers: Sequence[tuple[int, int, float]]) -> list[int]:
     """Return, for each gather of a parameter in one phase, the position at which it is issued.
 
@@ -138,6 +231,11 @@ def prefetched(gathers: Sequence[tuple[int, int, float]]) -> list[int]:
 def local_bytes(meta: TensorMeta, layout: Layout | None, sizes: tuple[int, ...]) -> float:
     """Return the bytes of a tensor that one device holds."""
     return 0.0 if layout is None else float(math.prod(local_shape(meta.shape, layout, sizes)) * meta.item_bytes)
+
+
+def is_term(layout: Layout | None) -> bool:
+    """Return whether a value in this layout is a term of a sum, or the like, over some ranks."""
+    return layout is not None and any(isinstance(placement, Partial) for placement in layout)
 
 
 def least_peak_bytes(graph: Graph, world_size: int, optimizer: str) -> float:
@@ -169,8 +267,12 @@ class Holdings:
     accumulates: bool = False
     """Whether gradients are added up over micro-batches, and so held from the start."""
 
+    workspaces: Mapping[str, Floats] = field(default_factory=dict)
+    """By representative operator and option of its node, what it holds while it runs."""
+
     def __post_init__(self) -> None:
         self.lives = lives_of_step(self.graph, accumulates=self.accumulates)
+        self.own_lives = self.lives if self.accumulates else settled(self.graph)
         self._resting = self._resting_bytes()
 
     def _resting_bytes(self) -> dict[int, Floats]:
@@ -178,7 +280,7 @@ class Holdings:
         count = Counter(self.graph.representative(op.name) for op in self.graph.ops)
         for node, cluster in enumerate(self.clusters):
             op = self.graph.by_name[cluster.members[0]]
-            if op.kind == "parameter":
+            if op.kind in {"parameter", "buffer"}:
                 resting[node] = count[op.name] * self.resting_bytes(node)
         return resting
 
@@ -191,30 +293,58 @@ class Holdings:
         """Return, by option of its node, what one value of an operator takes."""
         return self._per_option(self.home[rep], self.graph.by_name[rep], index)
 
+    def workspace(self, at: int) -> tuple[int, Floats] | None:
+        """Return the node of the operator at a position, and what that holds while it runs, by the node's options."""
+        if at >= len(self.graph.ops):
+            return None
+        rep = self.graph.representative(self.graph.ops[at].name)
+        return (self.home[rep], self.workspaces[rep]) if rep in self.workspaces else None
+
+    def _lives_of(self, copy: CopyLife) -> tuple[tuple[int, int], ...]:
+        """Return when the copies of a group exist: of a step of one micro-batch, the plan says what is issued ahead."""
+        return copy.early if self.accumulates and copy.early else copy.lives
+
+    def _whole(self, node: int, rep: str, index: int) -> Floats:
+        """Return, by option, 1 where a value is no term of a sum over ranks, else 0."""
+        cluster = self.clusters[node]
+        layouts = (cluster.strategy(rep, k).outputs[index] for k in range(len(cluster.options)))
+        return np.array([float(not is_term(layout)) for layout in layouts])
+
     def _per_option(self, node: int, op: Op, index: int, *, with_state: bool = False) -> Floats:
         meta, cluster = op.outputs[index], self.clusters[node]
         if meta is None:
             return np.zeros(len(cluster.options))
         layouts = [cluster.strategy(op.name, k).outputs[index] for k in range(len(cluster.options))]
-        state = [state_bytes(op, at, self.sizes, self.optimizer) if with_state and at else 0.0 for at in layouts]
+        state = [
+            state_bytes(op, at, self.sizes, self.optimizer) if with_state and at is not None else 0.0 for at in layouts
+        ]
         held: Floats = np.array([local_bytes(meta, at, self.sizes) for at in layouts]) + np.array(state)
         return held
 
     def row(self, at: int) -> MemoryRow:
         """Return what one device holds while the operator at position `at` runs."""
         alive = Counter(
-            (self.graph.representative(life.op), life.index) for life in self.lives if life.first <= at <= life.last
+            (self.graph.representative(life.op), life.index, life.if_whole)
+            for life in self.own_lives
+            if life.first <= at <= life.last
         )
         nodes = {node: held.copy() for node, held in self._resting.items()}
-        for (rep, index), count in alive.items():
+        for (rep, index, if_whole), count in alive.items():
             node = self.home[rep]
             held = count * self._per_option(node, self.graph.by_name[rep], index)
+            held = held * self._whole(node, rep, index) if if_whole else held
+            nodes[node] = nodes[node] + held if node in nodes else held
+        working = self.workspace(at)
+        if working is not None:
+            node, held = working
             nodes[node] = nodes[node] + held if node in nodes else held
         groups: dict[int, Floats] = {}
         for number, copy in enumerate(self.copies):
-            now = sum(first <= at <= last for first, last in copy.lives)
-            begun = sum(first <= at for first, _ in copy.lives) if copy.tail is not None else 0
-            held = now * copy.bytes + (begun * copy.tail if copy.tail is not None else 0.0)
+            held = sum(first <= at <= last for first, last in self._lives_of(copy)) * copy.bytes
+            if copy.tail is not None:
+                held = held + sum(last < at for _, last in copy.lives) * copy.tail
+            if copy.in_flight is not None:
+                held = held + sum(first == at for first, _ in copy.lives) * copy.in_flight
             if held.any():
                 groups[number] = held
         return MemoryRow(at, self.reserved_bytes, nodes, groups)
@@ -224,23 +354,35 @@ class Holdings:
         steps = np.zeros(len(self.graph.ops) + 2)
         steps[0] = self.reserved_bytes + sum(held[options[node]] for node, held in self._resting.items())
         size: dict[tuple[str, int], float] = {}
-        for life in self.lives:
+        for life in self.own_lives:
             key = (self.graph.representative(life.op), life.index)
+            node = self.home[key[0]]
+            layout = self.clusters[node].strategy(key[0], options[node]).outputs[life.index]
             if key not in size:
-                node = self.home[key[0]]
-                layout = self.clusters[node].strategy(key[0], options[node]).outputs[life.index]
                 meta = self.graph.by_name[key[0]].outputs[life.index]
                 size[key] = local_bytes(meta, layout, self.sizes) if meta is not None else 0.0
+            if life.if_whole and is_term(layout):
+                continue
             steps[life.first] += size[key]
             steps[life.last + 1] -= size[key]
+        for at in range(len(self.graph.ops)):
+            working = self.workspace(at)
+            if working is not None:
+                steps[at] += working[1][options[working[0]]]
+                steps[at + 1] -= working[1][options[working[0]]]
         for copy, pairs in zip(self.copies, copies, strict=True):
             held = sum(copy.bytes[pair] for pair in pairs)
             if held:
-                for first, last in copy.lives:
+                for first, last in self._lives_of(copy):
                     steps[first] += held
                     steps[last + 1] -= held
             kept = sum(copy.tail[pair] for pair in pairs) if copy.tail is not None else 0.0
             if kept:
+                for _, last in copy.lives:
+                    steps[last + 1] += kept
+            beside = sum(copy.in_flight[pair] for pair in pairs) if copy.in_flight is not None else 0.0
+            if beside:
                 for first, _ in copy.lives:
-                    steps[first] += kept
+                    steps[first] += beside
+                    steps[first + 1] -= beside
         return np.cumsum(steps)[: len(self.graph.ops) + 1]

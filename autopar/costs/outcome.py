@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import numpy as np
-
 from autopar.costs import operators
 from autopar.costs.buckets import REDUCTIONS, Clock, runs_of, together
 from autopar.costs.fusion import fused_traffic
+from autopar.costs.held import held_curve, held_memory, merging_bytes, needed_until
 from autopar.costs.issued import Copy, Issued
 from autopar.costs.links import Links, Message
-from autopar.costs.liveness import gradient_indices, gradients_of, lives_of_step, local_bytes
-from autopar.costs.optimizer import state_bytes
+from autopar.costs.liveness import gradient_indices
 from autopar.costs.table import Pricing
-from autopar.costs.timing import pairs, timing
+from autopar.costs.timing import timing
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import parted, within
@@ -263,18 +261,8 @@ class Outcome:
         return runs_of(self.messages(), dtypes, self._clock(), self.links, self.spare_bytes)
 
     def merging_bytes(self) -> Floats:
-        """Return what reducing several gradients as one holds at each position: gloo copies them into one buffer."""
-        graph = self.graph
-        held = np.zeros(len(graph.ops) + 1)
-        if self.links.cluster.device.kind != "cpu":
-            return held
-        for run in self.runs:
-            if run[0].message.op not in REDUCTIONS:
-                continue
-            ready = max(graph.position[each.source.op] for each in run if each.source is not None)
-            at = ready if self.microbatches == 1 else len(graph.ops)
-            held[at:] = np.maximum(held[at:], float(sum(each.message.bytes for each in run)))
-        return held
+        """Return what travelling together adds to what is held at each position, less what it saves."""
+        return merging_bytes(self.graph, self.runs, self.links, self.microbatches)
 
     def _clock(self) -> Clock:
         """Return when each operator begins and ends in its phase, computation alone."""
@@ -341,43 +329,16 @@ class Outcome:
     @cached_property
     def memory_curve(self) -> Floats:
         """Return the bytes held at each position of the program."""
-        copies = [pairs(group, self.options) for group in self.pricing.table.groups]
-        held: Floats = self.pricing.table.memory_curve(self.options, copies) + self.merging_bytes()
-        return held
+        return held_curve(self)
+
+    @cached_property
+    def needed_until(self) -> dict[tuple[str, int], int]:
+        """Return until when values that are read in other layouts are held; see `held.needed_until`."""
+        return needed_until(self)
 
     def memory(self) -> Memory:
         """Return the bytes held at the peak, by what they are."""
-        graph, sizes = self.graph, self.links.sizes
-        curve = self.memory_curve
-        at = int(np.argmax(curve))
-        parameters = optimizer = gradients = activations = 0.0
-        for op in graph.ops:
-            if op.kind in {"parameter", "buffer"} and op.outputs[0] is not None:
-                layout = self.layout(graph.representative(op.name))
-                parameters += local_bytes(op.outputs[0], layout, sizes)
-                if op.kind == "parameter" and op.requires_grad:
-                    optimizer += state_bytes(op, layout, sizes, self.optimizer)
-        returned = gradients_of(graph)
-        for life in lives_of_step(graph, accumulates=self.microbatches > 1):
-            if not life.first <= at <= life.last:
-                continue
-            rep = graph.representative(life.op)
-            meta = graph.by_name[life.op].outputs[life.index]
-            held = local_bytes(meta, self.strategy(rep).outputs[life.index], sizes) if meta is not None else 0.0
-            if (life.op, life.index) in returned:
-                gradients += held
-            else:
-                activations += held
-        reserved = float(self.links.cluster.device.reserved_bytes)
-        rest = float(curve[at]) - parameters - optimizer - gradients - activations - reserved
-        return Memory(
-            parameters=round(parameters),
-            gradients=round(gradients),
-            optimizer=round(optimizer),
-            activations=round(activations),
-            temporary=max(0, round(rest)),
-            reserved=round(reserved),
-        )
+        return held_memory(self)
 
 
 def roots_of(graph: Graph) -> dict[str, str]:
@@ -426,6 +387,9 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             times = 1 if summed else outcome.microbatches
             messages = links.route_messages(have, need, graph.meta(ref), flat=behind and bool(links.flat_bytes))
             whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts
+            # A gradient that is cast once it is reduced; with micro-batches, its sum is what is reduced.
+            last = outcome.microbatches == 1 and ref.op in ends and op.name in ends and len(op.refs) == 1
+            whole = whole or (last and len(messages) == 1 and messages[0].op in REDUCTIONS)
             backward = bool(messages) and op.phase == "backward"
             readers = _readers(outcome, ref, need, key[3] or None) if backward else ()
             for message in messages:

@@ -77,7 +77,7 @@ class StageHoldings:
         counts = Counter((split.rank(op.name), graph.representative(op.name)) for op in graph.ops)
         for (rank, rep), count in counts.items():
             node = self.whole.home[rep]
-            if graph.by_name[rep].kind == "parameter":
+            if graph.by_name[rep].kind in {"parameter", "buffer"}:
                 mine = self._resting[rank]
                 mine[node] = mine.get(node, 0.0) + count * self.whole.resting_bytes(node)
 
@@ -103,7 +103,7 @@ class StageHoldings:
         """Return first and last position, rank and weight beside of each instance of a redistributed copy."""
         graph = self.whole.graph
         found = []
-        for first, last in copy.lives:
+        for first, last in copy.early or copy.lives:
             stage = self.split.stage_of[graph.ops[min(first, len(graph.ops) - 1)].name]
             crosses = graph.ops[first].phase == "forward" and last < len(graph.ops)
             saved = crosses and graph.ops[last].phase == "backward" and not copy.of_parameter

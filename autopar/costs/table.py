@@ -12,20 +12,33 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.costs import operators
 from autopar.costs.clusters import Cluster, build
 from autopar.costs.fusion import fused_traffic
-from autopar.costs.links import Links
-from autopar.costs.liveness import CopyLife, Holdings, gradient_indices, local_bytes, prefetched
+from autopar.costs.links import UNREACHABLE, Links
+from autopar.costs.liveness import (
+    CopyLife,
+    Holdings,
+    base_of,
+    gradient_indices,
+    gradients_of,
+    is_term,
+    local_bytes,
+    prefetched,
+    settled_at,
+)
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
 from autopar.costs.stage_memory import Split, StageHoldings
+from autopar.costs.workspaces import gather_bytes, workspace_bytes
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.microbatches import parted
 from autopar.ir.placement import Layout, Replicate, Shard, is_at_rest
 from autopar.ir.plan import Gather
+from autopar.ir.reshard import Step, route
 from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import CostTable, Demand, Floats, Group, Node
@@ -63,6 +76,9 @@ class Builder:
     gathers: frozenset[Gather] = frozenset({"per_phase", "once"})
     """How parameters sharded at rest may be gathered."""
 
+    sums_in_float32: bool = False
+    """Whether gradients of 16 bits are cast to their float32 parameter's type before they are summed over ranks."""
+
     segments: Segments = field(init=False)
     clusters: list[Cluster] = field(init=False)
     home: dict[str, int] = field(init=False)
@@ -76,6 +92,7 @@ class Builder:
         self.segments = Segments.of(graph)
         self.clusters, self.home = build(graph, self.choices)
         self._parameters = parameter_like(graph)
+        self._base = {name: base for (name, index), (base, _) in base_of(graph).items() if index == 0}
         self._offer_kept_gathers()
         instances: dict[str, list[Op]] = {}
         for op in graph.ops:
@@ -87,7 +104,7 @@ class Builder:
         reserved = float(self.links.cluster.device.reserved_bytes)
         holdings = Holdings(
             graph, self.clusters, self.home, self.links.sizes, self.optimizer, copies, reserved,
-            accumulates=self._microbatches > 1,
+            accumulates=self._microbatches > 1, workspaces=self._workspaces(),
         )  # fmt: skip
         table = CostTable(
             nodes=tuple(nodes),
@@ -98,6 +115,19 @@ class Builder:
             memory_curve=holdings.curve,
         )
         return Pricing(table, self.clusters, self.home, self.sinks, self.sink_layouts, holdings)
+
+    def _workspaces(self) -> dict[str, Floats]:
+        """Return what operators hold while they run, by representative and option; those that hold nothing left out."""
+        found = {}
+        for cluster in self.clusters:
+            for place, member in enumerate(cluster.members):
+                op = self.graph.by_name[member]
+                metas = tuple(self.graph.meta(ref) for ref in op.refs)
+                strategies = [option[place] for option in cluster.options]
+                held = workspace_bytes(op, metas, strategies, self.links.sizes, self.links.cluster.device.kind)
+                if held is not None:
+                    found[member] = held
+        return found
 
     def _offer_kept_gathers(self) -> None:
         """Give each sharded option of a parameter a twin that keeps its gathered copies for backward."""
@@ -179,17 +209,17 @@ class Builder:
         copies: list[CopyLife] = []
         early: dict[str, list[int]] = {}
         for sharing, (counts, lives) in sharers(self.graph).items():
-            for group, held, tail in self._build_group(nodes, sharing, counts):
+            for group, copy in self._build_group(nodes, sharing, counts, lives):
                 if sharing.category == "prefetch":
                     early.setdefault(sharing.phase, []).append(len(groups))
                 groups.append(group)
-                copies.append(CopyLife(tuple(lives), held, sharing.producer in self._parameters, tail))
+                copies.append(copy)
         for numbers in early.values():
-            self._issue_early(groups, copies, numbers)
+            self._note_early(groups, copies, numbers)
         return groups, copies
 
-    def _issue_early(self, groups: Sequence[Group], copies: list[CopyLife], numbers: Sequence[int]) -> None:
-        """Let gathered parameters of one phase live from where their gathers are issued."""
+    def _note_early(self, groups: Sequence[Group], copies: list[CopyLife], numbers: Sequence[int]) -> None:
+        """Note of gathered parameters of one phase where their gathers are issued if the plan does not say."""
         gathers = []
         for number in numbers:
             producer = groups[number].name.split(".")[0]
@@ -198,8 +228,8 @@ class Builder:
             gathers += [(first, last, size) for first, last in copies[number].lives]
         issued = iter(prefetched(gathers))
         for number in numbers:
-            lives = tuple((next(issued), last) for _, last in copies[number].lives)
-            copies[number] = replace(copies[number], lives=lives)
+            early = tuple((next(issued), last) for _, last in copies[number].lives)
+            copies[number] = replace(copies[number], early=early)
 
     def _demand(self, reader: Reader) -> tuple[int, list[Layout]]:
         """Return the node that a reader belongs to, and the layout it needs under each of the node's options."""
@@ -218,8 +248,8 @@ class Builder:
         ]
 
     def _build_group(
-        self, nodes: list[Node], sharing: Sharing, counts: Floats
-    ) -> list[tuple[Group, Floats, Floats | None]]:
+        self, nodes: list[Node], sharing: Sharing, counts: Floats, lives: Sequence[tuple[int, int]]
+    ) -> list[tuple[Group, CopyLife]]:
         source = self.home[sharing.producer]
         cluster = self.clusters[source]
         meta = self.graph.by_name[sharing.producer].outputs[sharing.index]
@@ -238,6 +268,8 @@ class Builder:
             demands.setdefault((node, column.tobytes()), Demand(node, column))
         flat = sharing.category != "critical" and bool(self.links.flat_bytes)
         price = np.array([[self.links.route_s(a, b, meta, flat=flat) for b in wanted] for a in sources])
+        if self._is_cast_up(sharing, meta):
+            price[self._in_other_type(sources, wanted)] = UNREACHABLE
         # Gradients of micro-batches are added up before they are reduced: nothing is left to hide behind.
         apart = sharing.category == "reduction" and self._microbatches > 1 and not self.links.hides_reductions
         alone = sharing.category == "critical" or apart
@@ -248,24 +280,70 @@ class Builder:
                 [[self.links.route_s(a, b, meta, hidable=True, flat=flat) for b in wanted] for a in sources]
             )
         held = np.array([[0.0 if a == b else local_bytes(meta, b, self.links.sizes) for b in wanted] for a in sources])
+        producer = self.graph.by_name[sharing.producer]
+        routes = [[self._route(a, b, meta) for b in wanted] for a in sources]
+        on_cpu = self.links.cluster.device.kind == "cpu"
+        in_flight = np.array(
+            [
+                [gather_bytes(self.graph, producer, each, meta, self.links.sizes, on_cpu) for each in row]
+                for row in routes
+            ]
+        )
         tail = None
         if sharing.category == "reduction" and self._microbatches == 1:
             held, tail = self._scattered(sources, wanted, meta, held)
+            if self._base[sharing.producer] not in {name for name, _ in gradients_of(self.graph)}:
+                # What is cast once it is reduced: its cast stays, and itself until then.
+                held = held + np.array(
+                    [[local_bytes(meta, a, self.links.sizes) * (a != b) for b in wanted] for a in sources]
+                )
+                tail = None
+            until = settled_at(self.graph)
+            places = [self.graph.ops[first].name for first, _ in lives]
+            lives = [
+                (first, max(last, until.get(self._base[name], last)))
+                for (first, last), name in zip(lives, places, strict=True)
+            ]
         if once.any():
             kept = sharing.phase == "both"
-            price, hidden, held = (_by_gather(each, paid_if_kept=kept) for each in (price, hidden, held))
+            price, hidden, held, in_flight = (
+                _by_gather(each, paid_if_kept=kept) for each in (price, hidden, held, in_flight)
+            )
             layout = layout + len(sources) * once
+        copy = CopyLife(tuple(lives), held, starts, tail, in_flight if in_flight.any() else None)
         name = f"{sharing.producer}.{sharing.index}.{sharing.phase}"
         group = Group(name, source, layout, tuple(demands.values()), price, hidden, sharing.category, times * counts)
-        return [(each, held, tail) for each in self._drop_own(nodes, group)]
+        return [(each, copy) for each in self._drop_own(nodes, group)]
+
+    def _is_cast_up(self, sharing: Sharing, meta: TensorMeta) -> bool:
+        """Return whether what a group moves is a gradient of 16 bits that is cast to its parameter's larger type."""
+        if sharing.category != "reduction" or not meta.is_floating or meta.item_bytes >= 4:
+            return False
+        readers = [self.graph.by_name.get(reader.op) for reader in sharing.readers]
+        made = [op.outputs[0] if op is not None and not is_view(op) else None for op in readers]
+        return all(each is not None and each.item_bytes > meta.item_bytes for each in made)
+
+    def _in_other_type(self, sources: Sequence[Layout], wanted: Sequence[Layout]) -> npt.NDArray[np.bool_]:
+        """Return which redistributions of a gradient that is then cast up are not to be.
+
+        Sums over micro-batches are float32 always: many terms in 16 bits lose what the parameter could take up.
+        """
+        later = self.sums_in_float32 or self._microbatches > 1
+        return np.array([[is_term(a) and (a != b if later else is_term(b)) for b in wanted] for a in sources])
+
+    def _route(self, before: Layout, after: Layout, meta: TensorMeta) -> tuple[Step, ...]:
+        """Return the steps from one layout to another, none if no steps lead there."""
+        if before == after or not np.isfinite(self.links.route_s(before, after, meta)):
+            return ()
+        return route(before, after, meta.shape, self.links.sizes, self.links.time_axes)
 
     def _scattered(
         self, sources: Sequence[Layout], wanted: Sequence[Layout], meta: TensorMeta, held: Floats
     ) -> tuple[Floats, Floats]:
-        """Return what redistributed gradients hold for a moment and to the end of backward, where all are waited for.
+        """Return what redistributed gradients hold until they are waited for, and from then on.
 
-        A sum over ranks is made in place. Of a scattered one the own part stays; on a CPU the terms of all ranks do,
-        which gloo exchanges and the program adds up after the wait.
+        A sum over ranks is made in place. Of a scattered one the own part stays; on a CPU the terms of all ranks are
+        there before, which gloo exchanges and the program adds up after the wait.
         """
         tail = np.zeros_like(held)
         exchanged = self.links.cluster.device.kind == "cpu"
@@ -274,9 +352,9 @@ class Builder:
                 if have == want or not np.isfinite(self.links.route_s(have, want, meta)):
                     continue
                 ops = {message.op for message in self.links.route_messages(have, want, meta)}
+                tail[i, j] = local_bytes(meta, want, self.links.sizes)
                 if "reduce_scatter" in ops:
-                    tail[i, j] = local_bytes(meta, have if exchanged else want, self.links.sizes)
-                    held[i, j] = 0.0
+                    held[i, j] = local_bytes(meta, have if exchanged else want, self.links.sizes)
                 elif ops == {"all_reduce"}:
                     held[i, j] = 0.0
         return held, tail

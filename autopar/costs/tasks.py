@@ -16,6 +16,7 @@ from autopar.costs.liveness import base_of, local_bytes
 from autopar.costs.outcome import Outcome, copy_read, roots_of
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
+from autopar.ir.roles import gradient_like
 from autopar.ir.tasks import Task, collective_name
 
 _Place = tuple[int, int, int]
@@ -50,6 +51,9 @@ class _Builder:
         self._kept = {(o.ref.op, o.ref.index) for o in graph.outputs if o.ref is not None}
         self._roots, self._base = roots_of(graph), base_of(graph)
         self._runs = {each: run for run in self.outcome.runs for each in run}
+        self._ends = gradient_like(graph)
+        self._moved = {each.copy for each in self.outcome.messages() if each.copy is not None}
+        self._late: set[str] = set()
         needed: dict[str, list[Issued]] = {}
         last: list[Issued] = []
         for each in self.outcome.messages():
@@ -59,6 +63,8 @@ class _Builder:
                 needed.setdefault(each.at, []).append(each)
         for op in graph.ops:
             if op.kind == "call":
+                if self._comes_last(op):
+                    self._late.add(op.name)
                 self._operator(op, needed.get(op.name, ()))
         for each in last:
             self._step(each, len(graph.ops))
@@ -81,7 +87,7 @@ class _Builder:
     def _operator(self, op: Op, needed: Sequence[Issued]) -> None:
         graph, outcome = self.outcome.graph, self.outcome
         rep = graph.representative(op.name)
-        number = self._number[op.name]
+        number = self._number[op.name] if not self._comes_last(op) else len(graph.ops)
         inner: list[int] = []
         for each in needed:
             if each.copy is None:
@@ -115,6 +121,14 @@ class _Builder:
         index = self._add(number, _AT, task)
         for output in range(len(op.outputs)):
             self._values[op.name, output] = index
+
+    def _comes_last(self, op: Op) -> bool:
+        """Return whether an operator only casts or views a reduced gradient: it runs when that is waited for."""
+        if op.name not in self._ends or len(op.refs) != 1:
+            return False
+        (ref,) = op.refs
+        moved = (ref.op, ref.index, self.outcome.strategy(self.outcome.graph.representative(op.name)).inputs[0], "")
+        return moved in self._moved or ref.op in self._late
 
     def _bytes(self, op: Op) -> int:
         layouts = self.outcome.strategy(self.outcome.graph.representative(op.name)).outputs
@@ -154,7 +168,10 @@ class _Builder:
         place = (number, _BEFORE) if gathers else (max(sources), _BEHIND)
         merged = replace(issued, message=message, tensor=str(self.outcome.bucket(run, self.mesh)))
         reads = tuple(base for _, base, _ in found if base is not None)
-        index = self._add(*place, self._collective(merged, reads, kind=self.outcome.place(issued), kept=not gathers))
+        task = self._collective(merged, reads, kind=self.outcome.place(issued), kept=not gathers)
+        # Sums are made in place; what copying them into one piece takes is in the outcome's memory.
+        task = replace(task, makes_bytes=0) if message.op == "all_reduce" else task
+        index = self._add(*place, task)
         self._copies.update(dict.fromkeys((copy for copy, _, _ in found), index))
 
     def _alone(self, issued: Issued, base: int | None, *, kept: bool) -> Task:

@@ -26,7 +26,7 @@ from autopar.rewrite.naming import AssignStreams
 from autopar.rewrite.partition import copied, partition
 from autopar.rewrite.passes import Applied, Pass, run_passes
 from autopar.rewrite.programs import LAST, Emitted, Programs, Saved, Value
-from autopar.rewrite.schedule import Defer, IssueAhead, SinkWaits
+from autopar.rewrite.schedule import Defer, IssueAhead, SettleScatters, SinkWaits
 from autopar.rewrite.stage_bytes import Held, held
 from autopar.rewrite.stage_partition import rewrite_stages
 from autopar.rewrite.two_level import RunInLevels, in_two_levels
@@ -57,6 +57,7 @@ def overlap_passes(decisions: Decisions, phase: str) -> tuple[Pass, ...]:
         IssueAhead(tuple(each for each in decisions.ahead if each.phase == phase)),
         Defer(decisions.deferred),
         SinkWaits(),
+        SettleScatters(),
         AssignStreams(decisions.streams),
         RunInLevels(in_two_levels(decisions.collectives)),
     )

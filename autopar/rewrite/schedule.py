@@ -6,9 +6,11 @@ collectives of a group in the same order.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.ir.plan import Ahead
@@ -45,6 +47,8 @@ class IssueEarly:
 class SinkWaits:
     """Move every wait, and the copies that follow it, to just before the first use of what it waits for.
 
+    So are the casts and views that make a parameter's gradient of a reduced one: nothing else waits for those.
+
         gather  wait  mm(a, b)  mm(c, gathered)
     becomes
         gather  mm(a, b)  wait  mm(c, gathered)
@@ -57,13 +61,63 @@ class SinkWaits:
         """Edit the graph and return the number of operators moved."""
         moved = 0
         for node in reversed(list(gm.graph.nodes)):
-            if not (role(node) == "wait" or (role(node) == "move" and _follows_wait(node))) or not node.users:
+            follows = (role(node) == "move" or _finishes(node)) and _follows_wait(node)
+            if not (role(node) == "wait" or follows) or not node.users:
                 continue
             first_use = min(node.users)
             if first_use is not node.next:
                 first_use.prepend(node)
                 moved += 1
         return moved
+
+
+@dataclass(frozen=True, slots=True)
+class SettleScatters:
+    """Wait for each scattered gradient once the next one of its mesh axis is issued, not at the end of backward.
+
+        scatter1 mm(a, b) scatter2 mm(c, d) wait1 wait2
+    becomes
+        scatter1 mm(a, b) scatter2 wait1 mm(c, d) wait2
+
+    Until it is waited for, a collective holds what it reads: the whole gradient of one rank's part of the batch. One is
+    left to run behind the operators that follow.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        """Edit the graph and return the number of operators moved."""
+        before: dict[str, fx.Node] = {}
+        moved = 0
+        for start in list(gm.graph.nodes):
+            if role(start) != "start" or COLLECTIVES[start.target] != "reduce_scatter" or not _leaves(start):
+                continue
+            axis = str(start.args[-1])
+            place = start
+            for node in _results(before[axis]) if axis in before else ():
+                if place < node and all(each < node for each in node.all_input_nodes):
+                    place.append(node)
+                    place = node
+                    moved += 1
+            before[axis] = start
+        return moved
+
+
+def _leaves(start: fx.Node) -> bool:
+    """Return whether a collective makes nothing but what leaves the program."""
+    found = _results(start)
+    return all(user in found or user.op == "output" for node in (start, *found) for user in node.users)
+
+
+def _results(start: fx.Node) -> list[fx.Node]:
+    """Return the parts of a collective's result, the waits for them, and what brings them to their places, in order."""
+    found = [start]
+    for node in found:
+        found += [
+            user
+            for user in node.users
+            if user not in found
+            and (user.target is operator.getitem or role(user) in {"wait", "move", "start"} or _finishes(user))
+        ]
+    return sorted(found[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +273,20 @@ def preparation(start: fx.Node) -> list[fx.Node]:
 
 
 def _follows_wait(node: fx.Node) -> bool:
-    """Return whether a local copy belongs to the collective before it."""
-    while role(node) == "move" and node.all_input_nodes:
+    """Return whether a local copy, or the last cast of a gradient, belongs to the collective before it."""
+    while (role(node) == "move" or _finishes(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return role(node) == "wait"
+
+
+def _finishes(node: fx.Node) -> bool:
+    """Return whether a node only casts or views what then leaves backward: a gradient on its last steps."""
+    if node.target not in _LAST_STEPS or mark(node).phase != "backward" or len(node.all_input_nodes) != 1:
+        return False
+    return all(user.op == "output" or role(user) == "move" or _finishes(user) for user in node.users)
+
+
+_LAST_STEPS = frozenset(
+    {torch.ops.aten._to_copy.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int,
+     torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.permute.default}
+)  # fmt: skip

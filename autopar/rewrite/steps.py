@@ -125,6 +125,11 @@ class _Step:
 
     def all_gather(self, value: fx.Node) -> fx.Node:
         dim, runs = self._shard(self.step.before).dim, local_outer(self.step.before, self.step.axis, self.sizes)
+        source, order = permuted(value, len(self.shape))
+        if runs == 1 and order[dim] == 0 and source is not value:
+            # The memory behind a transposed value is whole blocks already: no copy before the gather, and none after.
+            gathered = self._exchange(C10D.all_gather_into_tensor.default, source, self.size)
+            return self._move(_ATEN.permute.default, gathered, order)
         gathered = self._exchange(C10D.all_gather_into_tensor.default, value, self.size)
         return self._from_front(gathered, self.shape_before, dim, runs)
 
@@ -190,6 +195,27 @@ class _Step:
         whole = list(block)
         whole[dim] *= self.size
         return self._move(_ATEN.reshape.default, self._move(_ATEN.permute.default, stacked, order), whole)
+
+
+def permuted(value: fx.Node, dims: int) -> tuple[fx.Node, list[int]]:
+    """Return what a value is the same elements of in another order of dimensions, and each dimension's place there."""
+    order = list(range(dims))
+    while value.op == "call_function" and value.target in _PERMUTES:
+        source, *how = value.args
+        if not isinstance(source, fx.Node):
+            break
+        place = list(range(dims))
+        if value.target is _ATEN.permute.default:
+            place = [int(each) % dims for each in how[0]]  # type: ignore[union-attr, arg-type]
+        elif dims > 1:
+            a, b = (int(each) % dims for each in how) if how else (0, 1)  # type: ignore[arg-type]
+            place[a], place[b] = b, a
+        order = [place[each] for each in order]
+        value = source
+    return value, order
+
+
+_PERMUTES = frozenset({_ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default})
 
 
 @dataclass(frozen=True)

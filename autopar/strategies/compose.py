@@ -259,18 +259,30 @@ def _batch_only(
     """
     following = follow_in_time if axis.role == "time" else follow_batch
     follow = following(graph, axis.size, found)
-    if not axis.shard_parameters:
-        return {op.name: (follow[op.name],) for op in reps}
     starts, ends = parameter_like(graph), gradient_like(graph)
+    cast_up = axis.role == "batch" and any(_is_cast_up(graph, graph.by_name[name]) for name in ends)
+    if not axis.shard_parameters and not cast_up:
+        return {op.name: (follow[op.name],) for op in reps}
     kept: dict[str, tuple[Strategy, ...]] = {}
     for op in reps:
         kept[op.name] = (follow[op.name],)
-        if op.name in starts:
+        if op.name in starts and axis.shard_parameters:
             kept[op.name] = found[op.name]
         elif op.name in ends:
             split = (s for s in found[op.name] if not any(p == Replicate() for p in s.inputs))
-            kept[op.name] = tuple(dict.fromkeys((follow[op.name], *split)))
+            whole = (s for s in found[op.name] if op.refs and all(p == Replicate() for p in s.inputs))
+            more = (*(split if axis.shard_parameters else ()), *(whole if cast_up else ()))
+            kept[op.name] = tuple(dict.fromkeys((follow[op.name], *more)))
     return kept
+
+
+def _is_cast_up(graph: Graph, op: Op) -> bool:
+    """Return whether an operator casts to a larger type: a gradient of 16 bits can be reduced before and after it."""
+    made = op.outputs[0] if op.outputs else None
+    return op.target in _CASTS and made is not None and made.item_bytes > graph.meta(op.refs[0]).item_bytes
+
+
+_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})
 
 
 def _product(

@@ -51,11 +51,22 @@ def test_one_rank_holds_what_its_plan_says(name: str, fix: dict[str, Any]):
     assert predicted_bytes(plan) == pytest.approx(measured_bytes(name, plan), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("fix", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}, {"tp": 2}], ids=str)
-def test_each_of_two_ranks_holds_what_the_plan_says(pool: RankPool, fix: dict[str, Any]):
-    plan = planned("mlp", 2, fix)
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("mlp", {"dp_replicate": 2}),
+        ("vit", {"dp_replicate": 2}),
+        ("bert", {"dp_shard": 2, "zero": 3}),
+        ("mlp", {"tp": 2}),
+        ("resnet", {"tp": 2}),
+    ],
+    ids=str,
+)
+def test_each_of_two_ranks_holds_what_the_plan_says(pool: RankPool, name: str, fix: dict[str, Any]):
+    pytest.importorskip("transformers")
+    plan = planned(name, 2, fix)
 
-    outcomes = pool.run(on_rank, "mlp", to_json(plan))
+    outcomes = pool.run(on_rank, name, to_json(plan))
 
     assert [each.error for each in outcomes] == ["", ""]
     assert predicted_bytes(plan) == pytest.approx(max(each.value for each in outcomes), rel=TOLERANCE)

@@ -1,0 +1,174 @@
+"""What one device holds while a solved program runs: at the peak by what it is, and what travelling together adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopar.costs.issued import Issued
+from autopar.costs.links import Links
+from autopar.costs.liveness import base_of, gradients_of, is_term, local_bytes, settled_at
+from autopar.costs.optimizer import state_bytes
+from autopar.costs.timing import pairs
+from autopar.ir.graph import Graph
+from autopar.ir.placement import Layout
+from autopar.ir.plan import Memory
+from autopar.ir.table import Floats
+
+if TYPE_CHECKING:
+    from autopar.costs.outcome import Outcome
+
+
+def held_memory(outcome: Outcome) -> Memory:
+    """Return the bytes held at the peak, by what they are."""
+    graph, sizes, pricing = outcome.graph, outcome.links.sizes, outcome.pricing
+    curve, needed = outcome.memory_curve, outcome.needed_until
+    at = int(np.argmax(curve))
+    parameters = optimizer = gradients = activations = 0.0
+    for op in graph.ops:
+        if op.kind in {"parameter", "buffer"} and op.outputs[0] is not None:
+            layout = outcome.layout(graph.representative(op.name))
+            parameters += local_bytes(op.outputs[0], layout, sizes)
+            if op.kind == "parameter" and op.requires_grad:
+                optimizer += state_bytes(op, layout, sizes, outcome.optimizer)
+    returned = gradients_of(graph)
+    for life in pricing.holdings.own_lives:
+        rep = graph.representative(life.op)
+        made_in = outcome.strategy(rep).outputs[life.index]
+        last = min(life.last, needed.get((life.op, life.index), life.last))
+        if not life.first <= at <= last or (life.if_whole and is_term(made_in)):
+            continue
+        meta = graph.by_name[life.op].outputs[life.index]
+        held = local_bytes(meta, made_in, sizes) if meta is not None else 0.0
+        if (life.op, life.index) in returned:
+            gradients += held
+        else:
+            activations += held
+    reserved = float(outcome.links.cluster.device.reserved_bytes)
+    rest = float(curve[at]) - parameters - optimizer - gradients - activations - reserved
+    return Memory(
+        parameters=round(parameters),
+        gradients=round(gradients),
+        optimizer=round(optimizer),
+        activations=round(activations),
+        temporary=max(0, round(rest)),
+        reserved=round(reserved),
+    )
+
+
+def held_curve(outcome: Outcome) -> Floats:
+    """Return the bytes held at each position, what travels together and what is freed early taken into account."""
+    copies = [pairs(group, outcome.options) for group in outcome.pricing.table.groups]
+    held = outcome.pricing.table.memory_curve(outcome.options, copies) + outcome.merging_bytes()
+    return np.asarray(held - _freed_bytes(outcome, outcome.needed_until), dtype=np.float64)
+
+
+def needed_until(outcome: Outcome) -> dict[tuple[str, int], int]:
+    """Return, of each value that is read in other layouts than its own, the last position where its own memory is.
+
+    From then on there are only copies. The search, whose layouts are open, counts a value up to its last reader.
+    """
+    graph, base, end = outcome.graph, base_of(outcome.graph), len(outcome.graph.ops)
+    returned = gradients_of(graph)
+    kept = {base[each.ref.op, each.ref.index] for each in graph.outputs if each.ref is not None}
+    own: dict[tuple[str, int], int] = {}
+    moved: set[tuple[str, int]] = set()
+    made: set[tuple[str, int, Layout]] = set()
+    for position, op in enumerate(graph.ops):
+        for ref, need in zip(op.refs, outcome.strategy(graph.representative(op.name)).inputs, strict=True):
+            owner = base[ref.op, ref.index]
+            have = outcome.layout(graph.representative(ref.op), ref.index)
+            copy = (ref.op, ref.index, need)
+            communicates = have != need and bool(outcome.links.route_messages(have, need, graph.meta(ref)))
+            if communicates:
+                moved.add(owner)
+            if not (communicates and copy in made):
+                own[owner] = position
+            made.add(copy)
+    found = {value: at for value, at in own.items() if value in moved}
+    return {value: end if value in kept or value in returned else at for value, at in found.items()}
+
+
+def _freed_bytes(outcome: Outcome, needed: Mapping[tuple[str, int], int]) -> Floats:
+    """Return what is held at each position less than with every value up to its last reader."""
+    graph = outcome.graph
+    steps = np.zeros(len(graph.ops) + 2)
+    for life in outcome.pricing.holdings.own_lives:
+        meta = graph.by_name[life.op].outputs[life.index]
+        until = max(life.first, needed.get((life.op, life.index), life.last))
+        held_throughout = graph.by_name[life.op].kind != "call"
+        if until < life.last and meta is not None and not held_throughout:
+            made_in = outcome.strategy(graph.representative(life.op)).outputs[life.index]
+            size = local_bytes(meta, made_in, outcome.links.sizes)
+            steps[until + 1] += size
+            steps[life.last + 1] -= size
+    return np.cumsum(steps)[: len(graph.ops) + 1]
+
+
+def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, microbatches: int) -> Floats:
+    """Return what collectives that travel together hold at each position, less what each by itself would.
+
+    gloo copies into one buffer what it reduces or gathers together. Terms of sums that are scattered together wait for
+    the last of them; on a CPU they are then one piece, exchanged for another.
+    """
+    on_cpu = links.cluster.device.kind == "cpu"
+    end = len(graph.ops)
+    steps = np.zeros(end + 2)
+
+    def hold(first: int, last: int, size: float) -> None:
+        if last >= first:
+            steps[first] += size
+            steps[last + 1] -= size
+
+    until, base, returned = settled_at(graph), base_of(graph), gradients_of(graph)
+    last = 0.0
+    # A run is issued behind the operator that makes the last of what it reads.
+    ready = [max(made_at(graph, each) for each in run) for run in runs]
+    for run, at in zip(runs, ready, strict=True):
+        op, axis = run[0].message.op, run[0].message.axis
+        whole, parts = float(sum(each.message.bytes for each in run)), links.sizes[axis]
+        later = [
+            other_at
+            for other, other_at in zip(runs, ready, strict=True)
+            if (other[0].message.op, other[0].message.axis) == (op, axis) and other_at > at
+        ]
+        then = min(later, default=end)
+        if op == "all_gather":
+            first = read_at(graph, run[0])
+            # torch's gloo makes, and drops at once, a tensor of as many parts like the first as there are.
+            alike = len(run) * run[0].message.bytes / parts
+            hold(first, first, on_cpu * max(whole + whole / parts, alike))
+            for each in run:
+                read, size = read_at(graph, each), float(each.message.bytes)
+                hold(first, read - 1, size)
+                hold(read, read, -on_cpu * size)
+        elif op == "all_reduce" and microbatches == 1:
+            hold(at + 1, then, on_cpu * whole)
+        elif op == "all_reduce":
+            last = max(last, on_cpu * whole)
+        else:
+            for each in run:
+                made, size = made_at(graph, each), float(each.message.bytes)
+                alone = until.get(base[each.copy[0], each.copy[1]][0], made) if each.copy is not None else made
+                final = each.copy is not None and base[each.copy[0], each.copy[1]] in returned
+                # What the curve of each by itself has, taken out; then those of the run as one.
+                hold(made, alone, -size - (size if on_cpu else size / parts))
+                hold(made, at if on_cpu else then, size)
+                hold(at + 1, then, 2 * size if on_cpu else size / parts)
+                # Of what is cast once it is reduced, the cast is what stays.
+                hold(alone + 1, end, -final * size / parts)
+                hold(then + 1, end, final * size / parts)
+    hold(end, end, last)
+    return np.cumsum(steps)[: end + 1]
+
+
+def made_at(graph: Graph, issued: Issued) -> int:
+    """Return the position of the operator that makes what a collective reads."""
+    return graph.position[issued.source.op if issued.source is not None else issued.at]
+
+
+def read_at(graph: Graph, issued: Issued) -> int:
+    """Return the position of the operator that first reads what a collective makes."""
+    return graph.position[issued.at]

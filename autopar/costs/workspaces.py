@@ -1,0 +1,82 @@
+"""What is held for a moment only: workspaces of kernels, and what the making of a gathered copy takes beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.costs.liveness import local_bytes
+from autopar.ir.graph import Graph, Op
+from autopar.ir.placement import Shard, local_outer
+from autopar.ir.reshard import Step
+from autopar.ir.strategy import MeshStrategy
+from autopar.ir.table import Floats
+from autopar.ir.tensor import TensorMeta
+
+_CONVOLUTION = "aten.convolution.default"
+_CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
+
+
+def workspace_bytes(
+    op: Op, metas: Sequence[TensorMeta], strategies: Sequence[MeshStrategy], sizes: tuple[int, ...], device_kind: str
+) -> Floats | None:
+    """Return the bytes that one instance of an operator holds on one device while it runs, for each strategy.
+
+    On CPUs oneDNN convolves on copies in a blocked layout, unless the kernel is 1 x 1: forward copies what it reads,
+    and frees that before the result is put in the plain layout; backward copies the image and the gradient, then the
+    blocked weight gradient is put in the plain layout. Held against torch 2.13's allocator on nine shapes (strides,
+    groups, 3 to 256 channels): exact for seven. Workspaces of other kernels and of cuDNN are not modelled: `None`.
+    """
+    if device_kind != "cpu" or op.target not in {_CONVOLUTION, _CONVOLUTION_BACKWARD}:
+        return None
+    backward = op.target == _CONVOLUTION_BACKWARD
+    first = 1 if backward else 0
+    if math.prod(metas[first + 1].shape[2:]) == 1:
+        return None
+    found = []
+    for strategy in strategies:
+        held = [local_bytes(meta, at, sizes) for meta, at in zip(metas, strategy.inputs, strict=True)]
+        image, weight = held[first], held[first + 1]
+        found.append(max(weight, image + held[0]) if backward else image + weight)
+    return np.array(found)
+
+
+def gather_bytes(
+    graph: Graph, producer: Op, steps: Sequence[Step], meta: TensorMeta, sizes: tuple[int, ...], on_cpu: bool
+) -> float:
+    """Return the bytes that gathers on a route hold beside the gathered copy while they are under way.
+
+    Blocks arrive one behind the other: where they belong elsewhere than along the first dimension of what lies in
+    memory, the whole is copied once more. gloo receives into a buffer of the gathered size of its own, which is gone
+    when that copy is made.
+    """
+    held = 0.0
+    for step in steps:
+        if step.kind != "all_gather":
+            continue
+        whole = step.message_numel(meta.shape, sizes) * meta.item_bytes
+        shard = step.before[step.axis]
+        if not isinstance(shard, Shard):
+            raise TypeError(f"{shard} on axis {step.axis} is no shard")
+        runs = local_outer(step.before, step.axis, sizes)
+        in_place = runs == 1 and dim_in_memory(graph, producer, shard.dim) == 0
+        held = max(held, float(whole if on_cpu or not in_place else 0))
+    return held
+
+
+def dim_in_memory(graph: Graph, op: Op, dim: int) -> int:
+    """Return which dimension of the value that an operator transposes, or its like, one of its result's is."""
+    while op.kind == "call" and op.target in {"aten.t.default", "aten.transpose.int", "aten.permute.default"}:
+        meta = op.outputs[0]
+        dims = len(meta.shape) if meta is not None else 0
+        order = list(range(dims))
+        if op.target == "aten.permute.default":
+            order = [int(each) % dims for each in op.args[1]]  # type: ignore[union-attr, arg-type]
+        elif dims > 1:
+            a, b = (int(each) % dims for each in op.args[1:3]) if len(op.args) > 1 else (0, 1)  # type: ignore[arg-type]
+            order[a], order[b] = b, a
+        dim = order[dim]
+        op = graph.by_name[op.refs[0].op]
+    return dim
