@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -187,7 +188,7 @@ def settled_at(graph: Graph) -> dict[str, int]:
     what is cast or viewed to become a gradient, it is that of the gradient.
     """
     places = sorted({graph.position[name] for name, _ in gradients_of(graph)})
-    found = {graph.ops[at].name: then for at, then in zip(places, [*places[1:], len(graph.ops)], strict=True)}
+    found = {graph.ops[at].name: then for at, then in pairwise([*places, len(graph.ops)])}
     ends = gradient_like(graph)
     for op in reversed(graph.ops):
         if op.name in ends and op.name not in found:
