@@ -93,7 +93,7 @@ class SettleScatters:
             axis = str(start.args[-1])
             place = start
             for node in _results(before[axis]) if axis in before else ():
-                if place < node and all(each < node for each in node.all_input_nodes):
+                if place < node and not any(place < each for each in node.all_input_nodes):
                     place.append(node)
                     place = node
                     moved += 1
