@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
@@ -38,12 +39,14 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Sol
         return None
     ways = _ways(again)
     rooms = list(_staged_rooms(again, one.outcome, one.pipeline) if one.pipeline else _rooms(again))
+    ends = time.monotonic() + left_s
     least = max(room.held_bytes for room in rooms)
     low, limit, best = least, float(solving.budget), None
     high = inf
     for _ in range(_TRIES):
         chosen = cheapest(ways, rooms, limit)
         recompute = _named(again.paths, _plainest(ways, chosen)) if chosen is not None else "full"
+        left_s = ends - time.monotonic()
         if chosen is None or recompute == "full" or left_s <= 0:
             break
         foreseen = max(held(ways, room, chosen) for room in rooms)
