@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -104,14 +104,3 @@ def settled(mesh: Candidate) -> list[Candidate]:
         return [mesh]
     kinds: tuple[Role, ...] = ("tp", *(("dp_shard",) if all(axis.role != "dp_shard" for axis in mesh) else ()))
     return [tuple(MeshAxis(kind, axis.size) if axis.role == "free" else axis for axis in mesh) for kind in kinds]
-
-
-def bubble(depth: int, microbatches: int) -> float:
-    """Return how many times as long as its work 1F1B over even stages takes (Narayanan et al., SC21, section 2.2)."""
-    return 1.0 + (depth - 1) / microbatches
-
-
-def thinned(trials: Sequence[Trial], estimates: Sequence[float], most: int) -> list[Trial]:
-    """Return the trials of the least estimates, at most so many, best first; of equals, the earlier one first."""
-    order = sorted(range(len(trials)), key=lambda each: (estimates[each], each))
-    return [trials[each] for each in order[:most]]
