@@ -10,13 +10,15 @@ from math import inf
 import numpy as np
 
 from autopar.api.pipelining import Pipelined
-from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import Wishes
 from autopar.capture.recompute import KEPT, SUFFIX, block_of, blocks_of, copies_of
 from autopar.costs.again import Again
 from autopar.costs.outcome import Outcome
+from autopar.costs.table import Pricing
 from autopar.ir.graph import Graph
 from autopar.ir.stages import stage_of
+from autopar.search.ilp import Solution
 from autopar.search.recomputing import Room, Ways, cheapest, held
 from autopar.search.stages import most_in_flight
 from autopar.search.trials import Recompute, Uniform
@@ -27,7 +29,12 @@ _WORTH = 0.01
 """Share of the memory that has to be left for another choice to be tried."""
 
 _TRIES = 6
-"""Choices that are solved: their layouts are chosen anew, and memory rows tell more than what is foreseen here."""
+"""Choices that are priced and cut: that tells more of memory than what is foreseen here."""
+
+_SMALL = 100
+"""Nodes of a table up to which layouts are chosen anew for what was found; larger ones take many times as long to solve
+as where all blocks are alike, and gain little.
+"""
 
 
 def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Solved | None:
@@ -50,7 +57,7 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Sol
         if chosen is None or recompute == "full" or left_s <= 0:
             break
         foreseen = max(held(ways, room, chosen) for room in rooms)
-        found = None if recompute == "none" else _solved(solving, wishes, best or one, recompute, left_s)
+        found = None if recompute == "none" else _as_before(solving, wishes, best or one, recompute)
         if found is None:
             # The next choice holds less than this one: just less at first, then half.
             limit = min(foreseen, limit) - 1.0 if high == inf else low + (foreseen - low) / 2
@@ -61,6 +68,9 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Sol
             limit = min(foreseen + spare, low + (high - low) / 2)
         if limit - low < _WORTH * solving.budget:
             break
+    if best is not None and best.outcome is not None and len(best.outcome.pricing.clusters) <= _SMALL:
+        anew = _solved(solving, wishes, best, best.trial.recompute, ends - time.monotonic())
+        return anew or best
     return best
 
 
@@ -70,13 +80,50 @@ def _peak(found: Solved) -> int:
     return 0 if found.outcome is None else found.outcome.memory().total
 
 
+def _as_before(solving: Solving, wishes: Wishes, one: Solved, recompute: Recompute) -> Solved | None:
+    """Return the plan that recomputes so in the layouts of a solved one, if it fits and is faster."""
+    priced = solving.unbounded(replace(one.trial, recompute=recompute), wishes)
+    options = _same_options(priced.pricing, one.outcome) if priced is not None and one.outcome is not None else None
+    if priced is None or options is None:
+        return None
+    solution = Solution("gap", options, inf, 0.0)
+    if one.pipeline is not None:
+        found = solving.cut(priced.trial, priced, wishes, solution, [one.pipeline.wanted], one.pipeline)
+    else:
+        outcome = solving.outcome(priced, wishes, solution)
+        if outcome.memory().total > solving.budget:
+            return None
+        found = Solved(priced.trial, replace(solution, objective_s=outcome.step_s), outcome, outcome.step_s)
+    return found if found.outcome is not None and found.step_s < one.step_s else None
+
+
+def _same_options(pricing: Pricing, known: Outcome) -> tuple[int, ...] | None:
+    """Return the options of a priced program that do as a solved one does; `None` if some operator cannot."""
+    found = []
+    for cluster in pricing.clusters:
+        reps = [known.graph.representative(member) for member in cluster.members]
+        wanted = tuple(known.strategy(rep) for rep in reps)
+        kept = known.keeps_gather(reps[0])
+        same = (
+            k
+            for k, option in enumerate(cluster.options)
+            if option == wanted and (not cluster.once or cluster.once[k] == kept)
+        )
+        place = next(same, None)
+        if place is None:
+            return None
+        found.append(place)
+    return tuple(found)
+
+
 def _solved(solving: Solving, wishes: Wishes, one: Solved, recompute: Recompute, left_s: float) -> Solved | None:
-    bounded = solving.bound(replace(one.trial, recompute=recompute), wishes, left_s)
-    if not isinstance(bounded, Waiting):
+    priced = solving.unbounded(replace(one.trial, recompute=recompute), wishes)
+    if priced is None:
         return None
     # A block less may save less than the gap that other searches are content with.
     cutoff_s = one.step_s / (1.0 - solving.options.gap)
-    found = solving.solve(bounded, wishes, [one.pipeline.wanted] if one.pipeline else [], cutoff_s, left_s)
+    ways = [one.pipeline.wanted] if one.pipeline else []
+    found = solving.solve(priced, wishes, ways, cutoff_s, left_s, ("even",))
     return found if found.outcome is not None and found.step_s < one.step_s else None
 
 

@@ -10,7 +10,8 @@ fast the machine is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 
@@ -32,11 +33,17 @@ _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 _UNLIKELY = 1.25
 """Estimate over the best plan's seconds from which a trial is not relaxed: estimates err on the fast side."""
 
+_SLOWER = 1.1
+"""The same, of estimates corrected by how far those of trials of the same kind were off."""
+
+_ALIKE = 3
+"""Trials of a kind that are relaxed before those of others."""
+
 _REFINED = 2
 """Pipelines whose other schedules are tried."""
 
-_LIGHTENED = 2
-"""Plans that recompute all in which less is tried, beside the fastest."""
+_LIGHTENED = 3
+"""Plans that recompute all in which less is tried."""
 
 _PROVEN = 8
 """Trials that are relaxed only to say how much better a plan could be that recomputes less."""
@@ -60,6 +67,9 @@ class Outer:
     solved: list[Solved] = field(init=False, default_factory=list)
     _free_s: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
     _work_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
+    _mixed: dict[Trial, float] = field(init=False, default_factory=dict)
+    """Estimates of trials that recompute everything, over those of recomputing only what memory asks for."""
+
     _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
 
@@ -108,15 +118,14 @@ class Outer:
                 why = f"does not fit in memory however it is split, recompute {trial.recompute}"
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
         estimates = self._estimates(left)
-        order = sorted(range(len(left)), key=lambda each: (estimates[each], each))
-        queue = [left[each] for each in order]
-        likely = {left[each]: estimates[each] for each in order}
+        likely = dict(zip(left, estimates, strict=True))
+        queue = _varied(sorted(left, key=likely.__getitem__))
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_s > 0:
             chunk: list[Trial] = []
             while queue and len(chunk) < _CHUNK:
                 trial = queue.pop(0)
-                if self._is_beaten(trial) or likely[trial] > _UNLIKELY * self.best_s:
+                if self._is_beaten(trial) or self._is_unlikely(trial, likely) or self._needs_less(trial):
                     self._give_up([trial])
                 else:
                     chunk.append(trial)
@@ -137,7 +146,7 @@ class Outer:
             else:
                 self.solved.append(found)
             self.progress.update(done=number + 1, total=len(trials))
-        return sorted(waiting, key=lambda each: each.bound_s)
+        return sorted(waiting, key=lambda each: each.bound_s / self._slack(each.trial))
 
     def _solve(self, waiting: list[Waiting], most: int) -> int:
         """Solve in the order of bounds, until the next one's is no better than the best plan; return how many."""
@@ -151,7 +160,8 @@ class Outer:
                     self.solved.append(_left(one.trial, one.bound_s, "not solved: others looked better"))
                     waiting.pop(0)
                     continue
-                found = self.solving.solve(one, self.wishes, self._ways(one.trial), self.best_s, self.left_s)
+                beaten_s = self.best_s * self._slack(one.trial)
+                found = self.solving.solve(one, self.wishes, self._ways(one.trial), beaten_s, self.left_s)
                 waiting.pop(0)
                 count += found.solution.status != "cutoff" or found.outcome is not None
                 self.solved.append(found)
@@ -166,6 +176,26 @@ class Outer:
             self.solved += [_interrupted(each.trial, each.bound_s) for each in waiting]
             raise
         return count
+
+    def _slack(self, trial: Trial) -> float:
+        """Return how many times as long as the best plan a trial may take: what recomputing less is to save."""
+        return self._mixed.get(trial, 1.0)
+
+    def _is_unlikely(self, trial: Trial, likely: Mapping[Trial, float]) -> bool:
+        """Return whether a trial's estimate is too slow, as far as estimates of its kind were off."""
+        off = [
+            one.step_s / self._slack(one.trial) / likely[one.trial]
+            for one in self.solved
+            if one.trial in likely and one.outcome is not None and _kind(one.trial) == _kind(trial)
+        ]
+        if likely[trial] > _UNLIKELY * self.best_s:
+            return True
+        return bool(off) and min(off) * likely[trial] > _SLOWER * self.best_s
+
+    def _needs_less(self, trial: Trial) -> bool:
+        """Return whether a trial that recomputes everything has a plan that recomputes nothing, which is faster."""
+        plain = replace(trial, recompute="none")
+        return trial != plain and any(one.trial == plain and one.outcome is not None for one in self.solved)
 
     def _ways(self, trial: Trial) -> list[Wanted]:
         """Return the schedules that a trial is cut for at first."""
@@ -193,19 +223,23 @@ class Outer:
     def _lighten(self) -> None:
         """Recompute less in the most promising plans that recompute all, and say what that leaves proven."""
         full = [one for one in self.solved if one.trial.recompute == "full" and one.outcome is not None]
-        fastest = sorted(full, key=lambda each: each.step_s)[:1]
-        likely = sorted(full, key=lambda each: (self._lightest_s(each.trial), each.step_s))
-        for one in [*fastest, *(each for each in likely[:_LIGHTENED] if each not in fastest)]:
-            if self._lightest_s(one.trial) >= self.best_s * (1.0 - self.solving.options.gap):
+        likely = sorted(full, key=lambda each: each.step_s / self._slack(each.trial))
+        # What is foreseen is off by about as much on all meshes.
+        off = 1.0
+        for one in likely[:_LIGHTENED]:
+            foreseen_s = max(self._lightest_s(one.trial), off * one.step_s / self._slack(one.trial))
+            if foreseen_s >= self.best_s * (1.0 - self.solving.options.gap):
                 continue
             self.progress.phase("recompute less")
             found = lighter(self.solving, self.wishes, one, self.left_s)
             if found is not None:
                 self.solved.append(found)
+                off = max(off, found.step_s * self._slack(one.trial) / one.step_s)
         self._prove()
         for one in self.solved:
             if self._is_open(one):
-                bound = min(one.solution.bound_s, self._lightest_s(one.trial))
+                own = one.solution.bound_s if isinstance(one.trial.recompute, str) else inf
+                bound = min(own, self._lightest_s(one.trial))
                 one.solution = replace(one.solution, bound_s=bound)
 
     def _prove(self) -> None:
@@ -231,7 +265,8 @@ class Outer:
         most = self.solving.rough(trial.recompute, self.wishes).blocks // trial.depth
         found = [Wanted(trial.depth, "zb_h1")]
         if "interleave" not in self.wishes.never and trial.microbatches >= trial.depth:
-            found += [Wanted(trial.depth, "interleaved_1f1b", times) for times in (2, 4, 8) if times <= most]
+            times = sorted({each for each in (2, 4, min(8, most)) if 1 < each <= most})
+            found += [Wanted(trial.depth, "interleaved_1f1b", each) for each in times]
             found += [Wanted(trial.depth, "zbv", 2)] if most >= 2 else []
         return found
 
@@ -281,9 +316,17 @@ class Outer:
         low, high = (self._microbatch_s("none", shape.width, each) for each in (below, above))
         share = (size - below) / (above - below) if above > below else 0.0
         once = low + share * (high - low)
-        if trial.recompute != "none":
-            once *= self._more(trial.recompute, shape.width, known[-1])
-        return self.solving.rough(trial.recompute, self.wishes).estimate_s(shape, once, self.solving.budget)
+        if trial.recompute == "none":
+            return self.solving.rough("none", self.wishes).estimate_s(shape, once, self.solving.budget)
+        more = self._more(trial.recompute, shape.width, known[-1])
+        rough = self.solving.rough(trial.recompute, self.wishes)
+        found = rough.estimate_s(shape, once * more, self.solving.budget)
+        if not self.mixes or found == inf:
+            return found
+        share = self.solving.rough("none", self.wishes).share_over(shape, rough, self.solving.budget)
+        mixed = rough.estimate_s(shape, once * (1.0 + share * (more - 1.0)), self.solving.budget)
+        self._mixed[trial] = found / mixed
+        return mixed
 
     def _more(self, recompute: Recompute, width: int, size: int) -> float:
         """Return how many times as long a micro-batch takes with recomputation, at the largest size if it is needed."""
@@ -316,6 +359,24 @@ def _shape(trial: Trial) -> Shape:
     width = prod(axis.size for axis in trial.ranks) // trial.replicas
     shards = prod(axis.size for axis in trial.ranks if axis.role == "dp_shard")
     return Shape(trial.depth, trial.microbatches, trial.replicas, shards, width)
+
+
+def _varied(trials: Sequence[Trial]) -> list[Trial]:
+    """Return sorted trials such that the best few of every kind come before the others of any.
+
+    Trials of a kind - as many tensor-parallel ranks, as much recomputed - are estimated wrong in the same way, and
+    differ by little.
+    """
+    seen: Counter[tuple[int, Recompute]] = Counter()
+    turns: list[int] = []
+    for trial in trials:
+        turns.append(seen[_kind(trial)] // _ALIKE)
+        seen[_kind(trial)] += 1
+    return [trials[place] for place in sorted(range(len(trials)), key=lambda each: (turns[each], each))]
+
+
+def _kind(trial: Trial) -> tuple[int, Recompute]:
+    return _shape(trial).width, trial.recompute
 
 
 def _kin(trial: Trial) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from autopar.costs.issued import Issued
 from autopar.costs.liveness import Life, base_of, gradients_of, lives, local_bytes
@@ -138,8 +139,12 @@ class Pipelined:
         )
 
 
-def pipelined(outcome: Outcome, ways: Sequence[Wanted], budget_bytes: int) -> Pipelined | NoCut:
+def pipelined(
+    outcome: Outcome, ways: Sequence[Wanted], budget_bytes: int, known: Pipelined | None = None
+) -> Pipelined | NoCut:
     """Return the fastest simulated cut of a solved program that fits, of all `ways` to run it, or what would fit.
+
+    The cut of a `known` pipeline of the same blocks is among those tried.
 
     Raises:
         InfeasibleError: more stages than blocks.
@@ -150,6 +155,11 @@ def pipelined(outcome: Outcome, ways: Sequence[Wanted], budget_bytes: int) -> Pi
     reserved = int(outcome.links.cluster.device.reserved_bytes)
     tried: list[Pipelined] = []
     without: list[NoCut] = []
+    if known is not None:
+        sizes = [len(paths) for paths in known.stages[:-1]]
+        kept = Cut(tuple(accumulate(sizes, initial=0)), 0.0, ())
+        again = priced.judged(kept, known.wanted, known.schedule, reserved)
+        tried += [again] if max(again.rank_bytes) <= budget_bytes else []
     for wanted in ways:
         schedule = wanted.schedule_for(outcome.microbatches)
         if len(found) < schedule.stages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Literal
 
 from autopar.api.microbatching import require_splittable
 from autopar.api.pipelining import Pipelined, Wanted, pipelined
@@ -156,8 +157,27 @@ class Solving:
             return Solved(trial, Solution("infeasible", (), inf, inf), why_not=WHY_NOT["infeasible"])
         return Waiting(trial, links, pricing, program, relaxed.bound_s / trial.depth, relaxed.free_s / trial.depth)
 
-    def solve(self, one: Waiting, wishes: Wishes, ways: Sequence[Wanted], best_s: float, left_s: float) -> Solved:
-        """Return the best plan of a trial that beats `best_s`, run in the fastest of `ways` if it has stages."""
+    def unbounded(self, trial: Trial, wishes: Wishes) -> Waiting | None:
+        """Return the trial priced, without a bound; `None` if it is impossible."""
+        try:
+            links, pricing = self.price(trial, wishes)
+        except (CostModelError, InfeasibleError):
+            return None
+        return Waiting(trial, links, pricing, Ilp(pricing.table), 0.0, 0.0)
+
+    def solve(
+        self,
+        one: Waiting,
+        wishes: Wishes,
+        ways: Sequence[Wanted],
+        best_s: float,
+        left_s: float,
+        cuts: Sequence[Literal["even", "any"]] = ("even", "any"),
+    ) -> Solved:
+        """Return the best plan of a trial that beats `best_s`, run in the fastest of `ways` if it has stages.
+
+        `cuts` are those into stages whose memory layouts are chosen for, in order, until one of them fits.
+        """
         trial = one.trial
         if one.bound_s >= best_s * (1.0 - self.options.gap):
             why = f"at least {one.bound_s:.4g} s, the bound of its relaxation"
@@ -166,7 +186,7 @@ class Solving:
             why = "not solved within the time limit"
             return Solved(trial, Solution("time_limit", (), inf, one.bound_s), why_not=why)
         if trial.depth > 1:
-            return self._solve_staged(one, wishes, ways, best_s, left_s)
+            return self._solve_staged(one, wishes, ways, best_s, left_s, cuts)
         solution = solve_program(one.program, self._limits(self.budget, left_s, best_s))
         if not solution.options:
             return self._without_plan(one, solution)
@@ -179,12 +199,12 @@ class Solving:
         return Outcome(graph, one.pricing, one.links, solution.options, self.optimizer)
 
     def _solve_staged(
-        self, one: Waiting, wishes: Wishes, ways: Sequence[Wanted], best_s: float, left_s: float
+        self, one: Waiting, wishes: Wishes, ways: Sequence[Wanted], best_s: float, left_s: float, cuts: Sequence[str]
     ) -> Solved:
         """Solve with the memory of an even cut first; if that finds nothing, with the least that any cut needs."""
         trial = one.trial
         found: Solved | None = None
-        for even in (True, False):
+        for even in (each == "even" for each in cuts):
             if even:
                 pricing = one.pricing.staged(self._split(trial, wishes, ways[0]))
                 program, budget = Ilp(pricing.table), self.budget
@@ -198,17 +218,28 @@ class Solving:
                 found = self._without_plan(one, solution)
                 continue
             cut = self.cut(trial, one, wishes, solution, ways)
-            if cut.outcome is not None or not even:
+            if cut.outcome is not None:
                 return cut
             found = cut
         if found is None:
-            raise RuntimeError("a trial was solved neither with an even cut nor without")
+            raise RuntimeError("a trial was solved for no cut")
         return found
 
-    def cut(self, trial: Trial, one: Waiting, wishes: Wishes, solution: Solution, ways: Sequence[Wanted]) -> Solved:
-        """Return the assignment of a trial cut into stages, run in the fastest of `ways` that fits."""
+    def cut(
+        self,
+        trial: Trial,
+        one: Waiting,
+        wishes: Wishes,
+        solution: Solution,
+        ways: Sequence[Wanted],
+        known: Pipelined | None = None,
+    ) -> Solved:
+        """Return the assignment of a trial cut into stages, run in the fastest of `ways` that fits.
+
+        The cut of a `known` pipeline is tried, too.
+        """
         outcome = self.outcome(one, wishes, solution)
-        cut = pipelined(outcome, ways, self.budget)
+        cut = pipelined(outcome, ways, self.budget, known)
         if isinstance(cut, NoCut):
             why = (
                 f"the largest of {trial.depth} pipeline ranks needs {format_bytes(cut.least_bytes)} and has "

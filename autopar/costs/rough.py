@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
+
+import numpy as np
 
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import gradients_of, lives
@@ -73,6 +75,19 @@ class Rough:
         return self._bytes_of({each for each in self._saved if each[0] in casts})
 
     @cached_property
+    def _passing_bytes(self) -> float:
+        """Return what is alive at most beyond what forward saves, of all samples: logits and their gradient, say."""
+        graph, casts, returned = self.graph, parameter_like(self.graph), gradients_of(self.graph)
+        steps = np.zeros(len(graph.ops) + 2)
+        for life in lives(graph):
+            meta = graph.by_name[life.op].outputs[life.index]
+            passes = graph.by_name[life.op].kind == "call" and life.op not in casts
+            if meta is not None and passes and (life.op, life.index) not in returned:
+                steps[life.first] += meta.nbytes
+                steps[life.last + 1] -= meta.nbytes
+        return max(0.0, float(np.cumsum(steps).max()) - self._saved_bytes)
+
+    @cached_property
     def _saved(self) -> frozenset[tuple[str, int]]:
         ops = self.graph.ops
         return frozenset(
@@ -93,22 +108,44 @@ class Rough:
         """Return between how many blocks the program may be cut."""
         return len(units(self.graph))
 
+    @cached_property
+    def _unit_works(self) -> tuple[float, ...]:
+        graph = self.graph
+        return tuple(sum(weight(graph, graph.by_name[name]) for name in unit.ops) for unit in units(graph))
+
+    def busiest_share(self, depth: int) -> float:
+        """Return which share of the work the busiest of `depth` stages has at least: 60 of 96 layers, two of them."""
+        return busiest_share(self._unit_works, depth)
+
     def least_bytes(self, shape: Shape, *, whole_parameters: bool = False) -> float:
-        """Return about what the first pipeline rank holds if all that can be split is, in stages of equal size."""
-        in_flight = min(shape.depth, shape.microbatches)
-        return self._held(shape, in_flight, 1 if whole_parameters else shape.shards)
+        """Return about what the first or last pipeline rank holds if all that can be split is, in even stages."""
+        shards = 1 if whole_parameters else shape.shards
+        first = self._held(shape, min(shape.depth, shape.microbatches), shards)
+        if shape.microbatches > 1:  # a micro-batch's gradients are added when all of it is computed
+            first = max(first, self._held(shape, 0, shards) + self._gradient_bytes / (shape.depth * shape.width))
+        passing = self._passing_bytes / (shape.microbatches * shape.replicas * shape.width)
+        return max(first, self._held(shape, 1, shards) + passing)
 
     def fits(self, shape: Shape, budget_bytes: float) -> bool:
         """Return whether some layouts and cut may fit: false is proven, by what the average rank holds."""
         return self._held(shape, 1, shape.shards) <= budget_bytes
 
     def _held(self, shape: Shape, in_flight: int, shards: int) -> float:
-        # Without micro-batches, gradients come when what forward saved has gone.
-        gradients = self._gradient_bytes if shape.microbatches > 1 else 0.0
-        static = (self._parameter_bytes + gradients + self._state_bytes) / (shape.depth * shape.width * shards)
+        own = shape.depth * shape.width
+        static = (self._parameter_bytes + self._state_bytes) / (own * shards)
+        # Sums over micro-batches are whole until the last one's; without, gradients come when what was saved has gone.
+        static += self._gradient_bytes / own if shape.microbatches > 1 else 0.0
         parts = shape.microbatches * shape.replicas * shape.width * shape.depth
         casts = self._cast_bytes * in_flight / (shape.depth * shape.width * shards)
         return static + casts + self._saved_bytes * in_flight / parts + float(self.cluster.device.reserved_bytes)
+
+    def share_over(self, shape: Shape, least: Rough, budget_bytes: float) -> float:
+        """Return how much of what `least` saves of memory is needed to fit, from 0 to 1.
+
+        `least` are the sizes of the same program with all its blocks recomputed.
+        """
+        held, thrifty = self.least_bytes(shape), least.least_bytes(shape)
+        return min(1.0, max(0.0, held - budget_bytes) / max(held - thrifty, 1.0))
 
     def estimate_s(self, shape: Shape, microbatch_s: float, budget_bytes: float) -> float:
         """Return about how long a step takes, given one micro-batch through all stages without data parallelism.
@@ -124,6 +161,29 @@ class Rough:
         if self.least_bytes(shape, whole_parameters=True) > budget_bytes:
             once = links.message_s(Message("all_gather", 1, round(self._parameter_bytes / own)))
             gather_s = 2.0 * shape.microbatches * once
-        busy = shape.microbatches * microbatch_s / shape.depth
-        bubble = busy * (shape.depth - 1) / shape.microbatches
+        busy = shape.microbatches * microbatch_s * self.busiest_share(shape.depth)
+        bubble = microbatch_s * (shape.depth - 1) / shape.depth
         return max(busy, gather_s) + bubble + reduce_s
+
+
+@lru_cache
+def busiest_share(works: Sequence[float], parts: int) -> float:
+    """Return the least share of all work that the busiest of `parts` consecutive groups can have.
+
+    The work of a single group is found by bisection: how many groups of at most so much are needed.
+    """
+    low, high = max(*works, sum(works) / parts), sum(works)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _groups(works, middle) <= parts else (middle, high)
+    return high / max(sum(works), 1e-30)
+
+
+def _groups(works: Sequence[float], most: float) -> int:
+    """Return into how many consecutive groups of at most `most` works are cut, each as long as can be."""
+    groups, held = 1, 0.0
+    for work in works:
+        if held + work > most:
+            groups, held = groups + 1, 0.0
+        held += work
+    return groups
