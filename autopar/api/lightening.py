@@ -57,7 +57,7 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Sol
         if chosen is None or recompute == "full" or left_s <= 0:
             break
         foreseen = max(held(ways, room, chosen) for room in rooms)
-        found = None if recompute == "none" else _as_before(solving, wishes, best or one, recompute)
+        found = None if recompute == "none" else _as_before(solving, wishes, one, best or one, recompute)
         if found is None:
             # The next choice holds less than this one: just less at first, then half.
             limit = min(foreseen, limit) - 1.0 if high == inf else low + (foreseen - low) / 2
@@ -80,28 +80,30 @@ def _peak(found: Solved) -> int:
     return 0 if found.outcome is None else found.outcome.memory().total
 
 
-def _as_before(solving: Solving, wishes: Wishes, one: Solved, recompute: Recompute) -> Solved | None:
-    """Return the plan that recomputes so in the layouts of a solved one, if it fits and is faster."""
+def _as_before(solving: Solving, wishes: Wishes, one: Solved, best: Solved, recompute: Recompute) -> Solved | None:
+    """Return the plan that recomputes so in the layouts of a solved one, if it fits and is faster than the best."""
     priced = solving.unbounded(replace(one.trial, recompute=recompute), wishes)
     options = _same_options(priced.pricing, one.outcome) if priced is not None and one.outcome is not None else None
     if priced is None or options is None:
         return None
     solution = Solution("gap", options, inf, 0.0)
     if one.pipeline is not None:
-        found = solving.cut(priced.trial, priced, wishes, solution, [one.pipeline.wanted], one.pipeline)
+        found = solving.cut(priced.trial, priced, wishes, solution, [one.pipeline.wanted], best.pipeline)
     else:
         outcome = solving.outcome(priced, wishes, solution)
         if outcome.memory().total > solving.budget:
             return None
         found = Solved(priced.trial, replace(solution, objective_s=outcome.step_s), outcome, outcome.step_s)
-    return found if found.outcome is not None and found.step_s < one.step_s else None
+    return found if found.outcome is not None and found.step_s < best.step_s else None
 
 
 def _same_options(pricing: Pricing, known: Outcome) -> tuple[int, ...] | None:
     """Return the options of a priced program that do as a solved one does; `None` if some operator cannot."""
     found = []
     for cluster in pricing.clusters:
-        reps = [known.graph.representative(member) for member in cluster.members]
+        # What is recomputed here and not there does as the operator that it repeats.
+        names = [each if each in known.graph.by_name else each.removesuffix(SUFFIX) for each in cluster.members]
+        reps = [known.graph.representative(name) for name in names]
         wanted = tuple(known.strategy(rep) for rep in reps)
         kept = known.keeps_gather(reps[0])
         same = (
