@@ -115,6 +115,16 @@ _TILES: Sequence[tuple[int, int, float]] = (
     (16, 128, 0.25),
 )
 _SPLITS = (1, 2, 4, 8)
+
+_SHORT_BYTES = 2
+_ALIGNED_ELEMENTS = 8
+"""Rows of 16-bit batched products that are no multiple of 16 bytes keep them from tensor cores.
+
+NVIDIA, 'Matrix Multiplication Background User's Guide', "Requirements to use Tensor Cores". That it is so for batched
+products of 2022: BigScience's table of numbers of heads (chronicles-prequel.md of tr11-176B-ml), in which heads of 108
+take as long as float32 arithmetic in five of five runs, heads of 104, 144 and 216 do not. Single products are left out:
+libraries have slower kernels for them which use tensor cores all the same.
+"""
 _CHOICES = np.array([(*tile, split) for tile in _TILES for split in _SPLITS], dtype=np.float64)
 
 
@@ -146,7 +156,18 @@ def matmul_compute_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device:
         **sizes, **tile, waves=waves, hk=device.matmul_half[2], P=peak, e=efficiency, t=tile_rate, W=_bandwidth(device)
     )
     fastest: FloatArray = np.min(times, axis=-1)
-    return fastest
+    if dtype_bytes(dtype) != _SHORT_BYTES:
+        return fastest
+    unaligned = (b > 1) & ((columns % _ALIGNED_ELEMENTS > 0) | (inner % _ALIGNED_ELEMENTS > 0))
+    plain = FORMULAS["matmul_smooth"].evaluate(
+        **_named([b, rows, columns, inner]),
+        hm=0,
+        hn=0,
+        hk=device.matmul_half[2],
+        P=device.flops_for("float32"),
+        e=device.matmul_efficiency_for("float32"),
+    )
+    return np.where(unaligned, np.maximum(fastest, plain), fastest)
 
 
 def memory_bound_s(bytes_moved: Size, device: DeviceSpec, transcendentals: Size = 0.0) -> FloatArray:

@@ -102,6 +102,9 @@ class DeviceSpec:
     host_s: float = 0.0
     """The host's time for one operator; it runs ahead, so that operators in a row take the longer of both."""
 
+    host_waits: bool = False
+    """Whether the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1)."""
+
     released: int = 0
     """Year in which it could be had; 0: not known."""
 
@@ -113,6 +116,11 @@ class DeviceSpec:
 
     catalog: str = ""
     """Catalogue entry that the figures come from; empty if described by the user."""
+
+    def with_host_s(self, device_s: float, operators: int) -> float:
+        """Return the seconds of a run of operators that take the device `device_s`, the host's part included."""
+        host_s = operators * self.host_s
+        return device_s + host_s if self.host_waits else max(device_s, host_s)
 
     def flops_for(self, dtype: str) -> float:
         """Return the dense peak in FLOP/s for `dtype`.

@@ -64,14 +64,15 @@ _FIRST_ATTENTION_KERNELS = 2023
 
 _FRAMEWORKS = (
     (
-        r"megatron-core|nemo|transformer.?engine",
+        r"megatron.?(core|bridge)|nemo|transformer.?engine",
         Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True),
     ),
-    (r"deepspeed", Stack("fused", float32_gradients=False, overlaps=False)),
+    (r"megatron.?deepspeed|neox", Stack("fused", float32_gradients=False, overlaps=False)),
     (r"megatron", Stack("fused", float32_gradients=True, overlaps=False)),
     (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
+    (r"maxtext|pax|jax|xla", Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False)),
 )
-"""What a framework's name contains, the more specific first."""
+"""What a framework's name contains, the more specific first. What runs under JAX is compiled by XLA, always."""
 
 
 def pytorch() -> Stack:

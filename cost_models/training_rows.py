@@ -131,7 +131,7 @@ def training_cluster(read: TrainingRow) -> ClusterSpec:
     """Return the row's machines, their devices with the software that ran on them."""
     per_node = min(read.gpus, read.gpus_per_node)
     node = shorthand_node(read.device, per_node)
-    device = read.stack.on(node.device, read.year)
+    device = replace(read.stack.on(node.device, read.year), host_waits=_host_waits(read))
     links = node.links and replace(node.links, bytes_per_s=read.link_bytes_per_s or node.links.bytes_per_s)
     nic = replace(_adapter(read), bytes_per_s=read.nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
     node = replace(node, device=device, links=links, nic=nic)
@@ -139,8 +139,17 @@ def training_cluster(read: TrainingRow) -> ClusterSpec:
 
 
 def _adapter(read: TrainingRow) -> LinkSpec:
-    name = next(name for pattern, name in _FABRICS if re.search(pattern, read.fabric, re.IGNORECASE))
-    return catalogued_link("nics", name)
+    return catalogued_link("nics", _fabric(read))
+
+
+def _fabric(read: TrainingRow) -> str:
+    return next(name for pattern, name in _FABRICS if re.search(pattern, read.fabric, re.IGNORECASE))
+
+
+def _host_waits(read: TrainingRow) -> bool:
+    """Return whether jobs of this many nodes ran on this fabric with the host waiting for each kernel only."""
+    from_nodes = catalog.number(catalog.entry("nics", _fabric(read)), "host_waits_from", 0)
+    return 0 < from_nodes <= read.gpus / read.gpus_per_node
 
 
 def _architecture(row: Mapping[str, str]) -> Architecture:

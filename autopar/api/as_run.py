@@ -61,6 +61,7 @@ class AsRun(Solving):
             sharded=self._sharded(trial),
             hides_reductions=self.stack.overlaps,
             hidden_axis=tensor if self.stack.overlaps_tensor else -1,
+            whole_axis=-1 if self.options.fix.get("sequence_parallel", True) else tensor,
             flat_bytes=_block_bytes(self.program, prod(axis.size for axis in trial.mesh if axis.role == "tp")),
         )
 

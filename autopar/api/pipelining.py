@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from autopar.costs.issued import Issued
+from autopar.costs.links import Message
 from autopar.costs.liveness import Life, base_of, gradients_of, lives, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Outcome
@@ -25,7 +26,7 @@ from autopar.search.stages import Boundary, Unit
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
 from cost_models.collectives import collective_s
-from cost_models.topology import axis_hops
+from cost_models.topology import Hop, axis_hops
 
 
 @dataclass(frozen=True)
@@ -215,11 +216,11 @@ class _Blocks:
                 hidden = self._hidden_s(issued)
                 seconds[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
                 behind[part][self.of[issued.at]] += hidden
-        host_s = self.outcome.links.cluster.device.host_s
+        device = self.outcome.links.cluster.device
         for part, found in seconds.items():
             # A block's gathers run behind the block before it, which is about as long; the host runs ahead of both.
-            host = [count * host_s for count in launched[part]]
-            seconds[part] = [max(each) for each in zip(found, behind[part], host, strict=True)]
+            busy = map(max, found, behind[part])
+            seconds[part] = [device.with_host_s(*each) for each in zip(busy, launched[part], strict=True)]
         static = self._static
         saved, kept = self._saved(apart)
         return [
@@ -364,9 +365,23 @@ class _Blocks:
                 alive[at] += local_bytes(meta, layout, sizes)
         found = []
         for held in alive:
-            moved_s = float(collective_s("point_to_point", round(held), hops)) if held else 0.0
+            moved_s = self._moved_s(round(held), hops)
             found.append(Boundary(forward_s=moved_s, backward_s=moved_s, value_bytes=round(held)))
         return found
+
+    def _moved_s(self, nbytes: int, hops: Sequence[Hop]) -> float:
+        """Return the seconds of handing a value on.
+
+        Frameworks without sequence parallelism send a part from each tensor-parallel rank, which the receivers gather
+        (Narayanan et al. 2021, section 4.1; DeepSpeed's partitioned pipeline tensors).
+        """
+        links, axis = self.outcome.links, self.outcome.links.whole_axis
+        if not nbytes:
+            return 0.0
+        if axis < 0:
+            return float(collective_s("point_to_point", nbytes, hops))
+        sent_s = float(collective_s("point_to_point", nbytes // links.sizes[axis], hops))
+        return sent_s + links.message_s(Message("all_gather", axis, nbytes))
 
     @cached_property
     def _finish_s(self) -> tuple[list[float], list[float], list[float]]:

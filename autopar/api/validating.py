@@ -127,7 +127,7 @@ def estimates_of(read: TrainingRow) -> Estimates:
 def _recomputed(key: ProgramKey, way: Uniform) -> Graph:
     """Return a program in which what is recomputed runs again; what is known of the graph stays known for all rows."""
     graph = _graph(*key)
-    return graph if way == "none" else recomputed_graph(graph, way)
+    return graph if way == "none" else recomputed_graph(graph, way, redraws=True)
 
 
 def _recompute(read: TrainingRow) -> Uniform:

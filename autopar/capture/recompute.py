@@ -6,7 +6,8 @@
 The result is an ordinary joint program in which the copies are backward
 operators like any others, so costs, memory, search and rewriter need know
 nothing of it. Kept are what blocks hand to one another, and random values,
-which cannot be drawn again.
+which our programs cannot draw again. Other software keeps the generator's state
+and draws them again (`redraws`), which is priced, but is not a program that runs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Way = Literal["full", "whole", "casts", "selective", "per_operator"]
 """What of a block runs again.
 
 full          all of it that backward needs
-whole         all of it to its end, random values drawn again: what reentrant checkpointing does; for prices alone
+whole         all of it to its end: what reentrant checkpointing does; for prices alone
 casts         parameters in other types: as large for each micro-batch in flight as for all samples
 selective     the core of attention: scores, and kernels that have them inside (Korthikanti et al. 2022, section 5)
 per_operator  all but attention kernels and every second matrix product (torchtitan's `selective_ac_option: op`)
@@ -75,13 +76,14 @@ def block_of(op: Op) -> str:
     return match.group(0) if match else ""
 
 
-def copies_of(graph: Graph, way: Way | Ways = "full") -> dict[str, tuple[str, ...]]:
+def copies_of(graph: Graph, way: Way | Ways = "full", *, redraws: bool = False) -> dict[str, tuple[str, ...]]:
     """Return the forward operators to run again, in order, by the backward operator before which they run.
 
-    With one way, that is the way of all blocks.
+    With one way, that is the way of all blocks. `redraws`: random values are drawn again, from the generator's state
+    that was kept, instead of being kept themselves; for prices alone.
     """
     chosen = _chosen(graph, way) if isinstance(way, str) else _chosen_by_block(graph, way)
-    forward = {op.name: block_of(op) for op in graph.ops if _repeats(op) and op.name in chosen}
+    forward = {op.name: block_of(op) for op in graph.ops if _repeats(op, redraws=redraws) and op.name in chosen}
     kept = {
         ref.op
         for op in graph.ops
@@ -104,9 +106,9 @@ def copies_of(graph: Graph, way: Way | Ways = "full") -> dict[str, tuple[str, ..
     return {first[block]: tuple(names) for block, names in order.items()}
 
 
-def recomputed_graph(graph: Graph, way: Way | Ways = "full") -> Graph:
-    """Return the graph with the copies in it; equal layers' copies are as equal as they."""
-    plan = copies_of(graph, way)
+def recomputed_graph(graph: Graph, way: Way | Ways = "full", *, redraws: bool = False) -> Graph:
+    """Return the graph with the copies in it; equal layers' copies are as equal as they. `redraws`: see `copies_of`."""
+    plan = copies_of(graph, way, redraws=redraws)
     needed = {name for names in plan.values() for name in names}
     if way == "whole":
         plan = _to_their_ends(graph, plan)
@@ -133,9 +135,9 @@ def recomputed_graph(graph: Graph, way: Way | Ways = "full") -> Graph:
     return dataclasses.replace(graph, ops=tuple(ops), fold=_congruent(tuple(ops), fold))
 
 
-def _repeats(op: Op) -> bool:
+def _repeats(op: Op, *, redraws: bool = False) -> bool:
     """Return whether an operator may run again: a forward call in a block whose values are not drawn at random."""
-    return op.kind == "call" and op.phase == "forward" and bool(block_of(op)) and not _is_random(op)
+    return op.kind == "call" and op.phase == "forward" and bool(block_of(op)) and (redraws or not _is_random(op))
 
 
 def _to_their_ends(graph: Graph, plan: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -78,6 +78,12 @@ class Links:
     hidden_axis: int = -1
     """The axis whose gathers and scatters run behind the products beside them; -1: none."""
 
+    whole_axis: int = -1
+    """The axis along which sums are made whole on every rank, never scattered; -1: none.
+
+    Tensor parallelism without sequence parallelism, as frameworks have it, knows no other collective.
+    """
+
     two_level: bool = False
     """Whether a collective may run level by level, where that is faster; see `cost_models.two_level`."""
 
@@ -197,6 +203,8 @@ class Links:
         try:
             steps = route(before, after, meta.shape, self.sizes, self.time_axes)
         except NoRouteError:
+            return UNREACHABLE
+        if any(step.kind == "reduce_scatter" and step.axis == self.whole_axis for step in steps):
             return UNREACHABLE
         if not hidable:
             return sum(self.step_s(step, meta, flat=flat) for step in steps)

@@ -69,10 +69,9 @@ class Outcome:
         return self._operator(self.graph.by_name[rep], 1).predicted_s
 
     @cached_property
-    def host_limit_s(self) -> float:
-        """Return the seconds that the host takes to issue all operators of a step; 0 where it does not count."""
-        issued = sum(op.kind == "call" and not is_view(op) for op in self.graph.ops)
-        return self.microbatches * issued * self.links.cluster.device.host_s
+    def issued_operators(self) -> int:
+        """Return how many operators the host issues in a step."""
+        return self.microbatches * sum(op.kind == "call" and not is_view(op) for op in self.graph.ops)
 
     def layout(self, rep: str, index: int = 0) -> Layout:
         """Return the layout that a value is made in."""
@@ -282,7 +281,8 @@ class Outcome:
     def step_s(self) -> float:
         """Return the seconds of a step: of the device, or of the host that drives it."""
         time = timing(self.pricing.table, self.options)
-        return max(time.forward_s + time.backward_s, self.host_limit_s) + time.optimizer_s
+        device = self.links.cluster.device
+        return device.with_host_s(time.forward_s + time.backward_s, self.issued_operators) + time.optimizer_s
 
     def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
         """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""

@@ -58,6 +58,22 @@ def test_recomputation_to_the_end_repeats_every_call_of_a_block() -> None:
         seen.add(op.name)
 
 
+def test_random_values_that_are_drawn_again_are_not_kept() -> None:
+    settings = GptSettings(layers=3, hidden=64, heads=8, vocab=128, positions=32, fused_attention=False, dropout=0.1)
+    with torch.device("meta"):
+        model, inputs = settings.model(), settings.inputs(2, 16)
+    graph = capture(model.train(), inputs).graph
+
+    def kept(redraws: bool) -> set[str]:
+        again = recomputed_graph(graph, "whole", redraws=redraws)
+        read = {ref.op for op in again.ops if op.phase == "backward" for ref in op.refs}
+        drawn = [op for op in again.ops if "dropout" in op.target and op.phase == "forward" and block_of(op)]
+        return {op.name for op in drawn} & read
+
+    assert len(kept(redraws=False)) == 9  # scores, attention and MLP of three layers
+    assert not kept(redraws=True)
+
+
 def test_casts_of_parameters_alone_are_repeated() -> None:
     settings = GptSettings(layers=3, hidden=64, heads=8, vocab=128, positions=32)
     with torch.device("meta"):

@@ -79,6 +79,15 @@ def test_matmul_sizes_broadcast():
     assert together[2, 0] == float(matmul_s(1, 128, 4096, 8192, "bf16", spec))
 
 
+def test_batched_products_of_unaligned_rows_do_without_tensor_cores():
+    device = catalogued_device("a100-sxm-80gb")
+    slow, fast = (float(matmul_s(64, 2048, 2048, k, "bfloat16", device)) for k in (108, 112))
+    single = [float(matmul_s(1, 2048, 2048, k, "bfloat16", device)) for k in (108, 112)]
+
+    assert 5 < slow / fast < 16
+    assert single[0] <= single[1]
+
+
 def test_small_work_costs_a_launch():
     gpu, cpu = catalogued_device("a100-sxm-80gb"), catalogued_device("cpu")
 

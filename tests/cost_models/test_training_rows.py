@@ -64,6 +64,23 @@ def test_a_framework_that_nobody_knows_is_pytorchs_own():
     assert stack_of("megatron-core+te", compiled=False).overlaps_tensor
 
 
+def test_frameworks_that_are_always_compiled_or_share_megatrons_kernels_are_known_by_name():
+    kernels = {name: stack_of(name, compiled=False).kernels for name in ("MaxText", "paxml", "gpt-neox", "deepspeed")}
+
+    assert kernels == {"MaxText": "compiled", "paxml": "compiled", "gpt-neox": "fused", "deepspeed": "eager"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fabric", "waits"), [(40, "Omni-Path", True), (39, "Omni-Path", False), (40, "InfiniBand", False)]
+)
+def test_the_host_waits_for_kernels_where_jobs_hung_otherwise(nodes: int, fabric: str, waits: bool):
+    size = {"gpus": str(8 * nodes), "dp": str(nodes), "pp": "1", "global_batch": str(nodes), "fabric_note": fabric}
+    device = training_cluster(read_training_row({**ROW, **size})).device
+
+    assert device.host_waits is waits
+    assert device.with_host_s(1.0, 1000) == pytest.approx(1.0 + 1000 * device.host_s if waits else 1.0)
+
+
 def test_software_of_the_year_a_device_came_out_is_slower_on_it():
     device = catalogued_device("h100-sxm-80gb")
     stack = stack_of("fsdp", compiled=False)
