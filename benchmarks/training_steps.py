@@ -1,11 +1,10 @@
-"""How far predicted training steps are from published ones, and from those of a source that nothing was fitted to.
+"""How far predicted training steps are from published ones.
 
-    python benchmarks/training_steps.py --write               # results/training_steps.jsonl, tables of docs/accuracy.md
-    python benchmarks/training_steps.py --leave-out SOURCE    # its rows, with what only they could tell left unknown
-    python benchmarks/training_steps.py --tables              # the tables again, from the results as they are
+    python benchmarks/training_steps.py --write           # results/training_steps.jsonl, tables of docs/accuracy.md
+    python benchmarks/training_steps.py --held-out --write   # likewise the rows that no constant was fitted to
+    python benchmarks/training_steps.py --tables          # the tables again, from the results as they are
 
-Leave one source out: constants of which that source alone has evidence go back to what is known without any fit; the
-others are what the remaining sources give.
+Sources left out of the fit, priced at the constants of the others: benchmarks/refit.py.
 """
 
 from __future__ import annotations
@@ -29,26 +28,11 @@ from cost_models.training_rows import TrainingRow, read_training_row
 from cost_models.validation import Skipped, rank_correlation
 
 DATA = record.ROOT / "benchmarks" / "data" / "training_steps.csv"
+HELD_OUT = DATA.with_name("training_steps_held_out.csv")
+"""Rows that nothing was fitted to, nor chosen by."""
+
 RESULTS = record.RESULTS / "training_steps.jsonl"
 DOCUMENT = record.ROOT / "docs" / "accuracy.md"
-
-WITHOUT: Mapping[str, Mapping[tuple[str, str, str], float]] = {
-    "bloom_prequel_a100": {},
-    "megatron_lm": {},
-    "nvidia_dgxc_benchmarking": {},
-    "vtrain_a100": {
-        ("stacks", "fused", "host"): 15e-6,  # as PyTorch's own operators
-        ("nics", "unnamed", "efficiency"): 0.945,  # as InfiniBand
-    },
-    "llm_foundry_mpt": {
-        ("devices", "a100-sxm-80gb", "early_attention_efficiency"): 0.36,  # between 25 and 40 % of peak (Dao 2023)
-        ("devices", "a100-sxm-40gb", "early_attention_efficiency"): 0.36,
-        ("devices", "h100-sxm-80gb", "early_attention_efficiency"): 0.25,  # as much less as FlashAttention-2 is there
-        ("stacks", "all", "early"): 0.1,  # what megatron_lm alone gives
-        ("overlap", "gpu", ""): 0.85,  # the multiprocessors that NCCL holds
-    },
-}
-"""Constants that only one source tells of, and what they are without it."""
 
 
 def main() -> None:
@@ -56,29 +40,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--tables", action="store_true")
-    parser.add_argument("--leave-out", choices=WITHOUT, metavar="SOURCE")
-    parser.add_argument("--every", type=int, default=1, help="take each N-th row of the source alone")
+    parser.add_argument("--held-out", action="store_true")
     options = parser.parse_args()
     if not options.tables:
-        price(options.leave_out, options.every, RESULTS if options.write else None)
+        price(HELD_OUT if options.held_out else DATA, RESULTS if options.write else None)
     if options.write or options.tables:
         renew(tables([json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]))
 
 
-def price(left_out: str | None, every: int, results: Path | None) -> None:
-    """Price all rows, or those of a source with the constants that are known without it; keep the lines."""
-    with DATA.open(encoding="utf-8") as file:
+def price(data: Path, results: Path | None) -> None:
+    """Price all rows of a file, print them, and keep their lines in place of what there was of it."""
+    with data.open(encoding="utf-8") as file:
         rows = [(line, row) for line, row in enumerate(csv.DictReader(file), start=2)]
-    if left_out is not None:
-        rows = [row for row in rows if row[1]["source"] == left_out][::every]
-        forget(WITHOUT[left_out])
-    kept = [] if results is None or not results.exists() else results.read_text(encoding="utf-8").splitlines()
-    if results is not None:
-        others = [line for line in kept if json.loads(line).get("left_out") != left_out]
-        results.write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
-    found = price_steps(rows) if left_out is None else price_steps(rows, workers=1)
-    for each in sorted(found, key=lambda each: each.line):
-        record.write(described(each, left_out), results)
+    found = sorted(price_steps(rows), key=lambda each: each.line)
+    lines = [described(each, None) | {"data": data.name} for each in found]
+    if results is None:
+        for line in lines:
+            record.write(line, None)
+    else:
+        replace_lines(lambda line: line["data"] == data.name and line["left_out"] is None, lines)
+
+
+def replace_lines(stale: Callable[[Mapping[str, Any]], bool], lines: Sequence[Mapping[str, Any]]) -> None:
+    """Take the stale lines out of the results and add others, with their stamps."""
+    kept = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    RESULTS.write_text("".join(f"{line}\n" for line in kept if not stale(json.loads(line))), encoding="utf-8")
+    for each in lines:
+        record.write(each, RESULTS)
 
 
 def forget(constants: Mapping[tuple[str, str, str], float]) -> None:
@@ -110,13 +98,17 @@ def described(each: Priced | Skipped, left_out: str | None) -> dict[str, Any]:
 
 def tables(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the tables of the document."""
-    rows = [line for line in lines if "skipped" not in line and line["left_out"] is None]
-    others = [line for line in lines if "skipped" not in line and line["left_out"] is not None]
+    priced = [line for line in lines if "skipped" not in line]
+    rows = [line for line in priced if line["left_out"] is None and line["data"] == DATA.name]
+    others = [line for line in priced if line["left_out"] is not None]
+    unseen = [line for line in priced if line["data"] == HELD_OUT.name]
     return {
         "training steps": list(by_source(rows)),
         "training steps by property": list(by_property(rows)),
         "worst training steps": list(worst(rows)),
         "training steps left out": list(by_source(others)),
+        "training steps held out": list(by_source(unseen)),
+        "all training steps held out": list(worst(unseen, len(unseen))),
     }
 
 
@@ -160,9 +152,9 @@ def by_property(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"rows with": name, **_errors(mine)}
 
 
-def worst(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def worst(lines: Sequence[Mapping[str, Any]], count: int = 12) -> Iterator[dict[str, Any]]:
     """Yield the rows of largest error."""
-    for line in sorted(lines, key=lambda line: -abs(_error(line)))[:12]:
+    for line in sorted(lines, key=lambda line: -abs(_error(line)))[:count]:
         yield {
             "line": line["line"],
             "row": line["row"],

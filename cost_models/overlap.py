@@ -30,7 +30,7 @@ FORMULAS: Mapping[str, Formula] = registry(
 
 EFFICIENCY: Mapping[str, Figure] = {
     "gpu": Figure(
-        0.65,
+        0.74,
         "fraction",
         "fitted",
         "sharded data parallelism in benchmarks/data/training_steps.csv: computation beside NCCL lacks 16 to 24 of"

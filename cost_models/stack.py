@@ -5,6 +5,8 @@ what they do, which are no constants: whether reductions of gradients run behind
 summed in, what recomputation runs again.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, replace
 
@@ -33,6 +35,13 @@ class Stack:
 
     per_operator: bool = False
     """Whether selective recomputation goes by operator (torchtitan's) instead of repeating attention's core."""
+
+    long_sums_without_zero: bool = False
+    """Whether gradients of bf16 parameters are in float32 where no ZeRO stage is on (DeepSpeed's `get_data_types`)."""
+
+    def at_zero(self, stage: int) -> Stack:
+        """Return the stack as it is with a stage of ZeRO, 0: none."""
+        return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
 
     def on(self, device: DeviceSpec, year: int) -> DeviceSpec:
         """Return the device as it is in long runs with this software of that year.
@@ -67,7 +76,10 @@ _FRAMEWORKS = (
         r"megatron.?(core|bridge)|nemo|transformer.?engine",
         Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True),
     ),
-    (r"megatron.?deepspeed|neox", Stack("fused", float32_gradients=False, overlaps=False)),
+    (
+        r"megatron.?deepspeed|neox",
+        Stack("fused", float32_gradients=False, overlaps=False, long_sums_without_zero=True),
+    ),
     (r"megatron", Stack("fused", float32_gradients=True, overlaps=False)),
     (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
     (r"maxtext|pax|jax|xla", Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False)),

@@ -96,12 +96,13 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     device = _text(row, "device")
     catalog.entry("devices", device)
     architecture = _architecture(row)
+    zero = int(_choice(row, "zero", ("0", "1", "2", "3")))
     read = TrainingRow(
         id=_text(row, "id"),
         source=_text(row, "source"),
         model=_text(row, "model"),
         architecture=architecture,
-        stack=stack_of(_text(row, "framework"), row.get("compiled", "") == "yes"),
+        stack=stack_of(_text(row, "framework"), row.get("compiled", "") == "yes").at_zero(zero),
         year=_count(row, "year"),
         device=device,
         gpus=_count(row, "gpus"),
@@ -116,7 +117,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         pp=_count(row, "pp"),
         interleave=_count(row, "interleave"),
         sequence_parallel=_choice(row, "sequence_parallel", ("yes", "no")) == "yes",
-        zero=int(_choice(row, "zero", ("0", "1", "2", "3"))),
+        zero=zero,
         micro_batch=_count(row, "micro_batch"),
         global_batch=_count(row, "global_batch"),
         recompute=_choice(row, "recompute", _RECOMPUTE),

@@ -81,6 +81,12 @@ def test_the_host_waits_for_kernels_where_jobs_hung_otherwise(nodes: int, fabric
     assert device.with_host_s(1.0, 1000) == pytest.approx(1.0 + 1000 * device.host_s if waits else 1.0)
 
 
+def test_deepspeed_sums_in_float32_without_zero_only():
+    rows = [read_training_row({**ROW, "framework": "megatron-deepspeed", "zero": zero}) for zero in ("0", "1")]
+
+    assert [row.stack.float32_gradients for row in rows] == [True, False]
+
+
 def test_software_of_the_year_a_device_came_out_is_slower_on_it():
     device = catalogued_device("h100-sxm-80gb")
     stack = stack_of("fsdp", compiled=False)
