@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -198,11 +199,22 @@ def group_named(name: str) -> Any:
 
 def wait_by(value: torch.Tensor, wait: Callable[[], object]) -> None:
     """Let `_c10d_functional.wait_tensor` of a value call `wait`, once, instead of returning at once."""
-    from torch._C._distributed_c10d import Work, _register_work
+    from torch._C._distributed_c10d import _register_work
+
+    _register_work(value, _later()(wait))
+
+
+@cache
+def _later() -> Any:
+    from torch._C._distributed_c10d import Work
 
     class Later(Work):
+        def __init__(self, wait: Callable[[], object]) -> None:
+            super().__init__()
+            self._wait = wait
+
         def wait(self, timeout: object = None) -> bool:
-            wait()
+            self._wait()
             return True
 
-    _register_work(value, Later())
+    return Later

@@ -25,6 +25,14 @@ LATENCY_SHARE = 0.01
 """A message is large enough when less than this share of its seconds would be saved by making it twice as large."""
 
 
+PATIENCE = 0.05
+"""Share of the seconds by which a run holds its first members back that it has to save.
+
+Where collectives fit easily behind computation, nothing else keeps them from waiting for each other until they just
+fit; a prediction that is a little short then costs more than the calls that were saved.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """One gradient that is summed over the ranks of one axis; or a gather, backwards in time."""
@@ -65,12 +73,13 @@ def bucketed(
     call_s: float,
     enough: float = LATENCY_SHARE,
     most_bytes: float = math.inf,
+    patience: float = PATIENCE,
 ) -> list[list[Reduction]]:
     """Return the reductions of one axis and dtype, in the order of readiness, cut into runs that travel together.
 
     `end_s` is when the computation of the backward pass ends, `call_s` what each call takes from it. Runs are not
-    made longer where that saves less than the share `enough` of their seconds (with 0 every cut is looked at), nor
-    larger than `most_bytes`.
+    made longer where that saves less than the share `enough` of their seconds, or than the share `patience` of what
+    it holds back (with 0 every cut is looked at), nor larger than `most_bytes`.
     """
     ready = sorted(reductions, key=lambda each: each.ready_s)
     if not ready:
@@ -85,6 +94,11 @@ def bucketed(
             if start < stop - 1 and size > most_bytes:
                 break
             taken = seconds(size)
+            if start < stop - 1:
+                earlier_s = seconds(size - ready[stop - 1].bytes)
+                saved_s = call_s + earlier_s + seconds(ready[stop - 1].bytes) - taken
+                if patience and patience * min(earlier_s, ready[stop - 1].ready_s - ready[start].ready_s) > saved_s:
+                    break
             for calls, (free, _) in reached[start].items():
                 done = max(free, ready[stop - 1].ready_s) + taken
                 if calls + 1 not in best or done < best[calls + 1][0]:

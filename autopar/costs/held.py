@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.costs.issued import Issued
 from autopar.costs.links import Links
-from autopar.costs.liveness import base_of, gradients_of, is_term, local_bytes, settled_at
+from autopar.costs.liveness import base_of, gradients_of, is_term, local_bytes, settled_at, settled_behind
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.timing import pairs
 from autopar.ir.graph import Graph
@@ -110,8 +110,8 @@ def _freed_bytes(outcome: Outcome, needed: Mapping[tuple[str, int], int]) -> Flo
 def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, microbatches: int) -> Floats:
     """Return what collectives that travel together hold at each position, less what each by itself would.
 
-    gloo copies into one buffer what it reduces or gathers together. Terms of sums that are scattered together wait for
-    the last of them; on a CPU they are then one piece, exchanged for another.
+    gloo copies into one buffer what it reduces together. Terms of sums that are scattered together wait for the last of
+    them; on a CPU those of the other ranks are received beside them.
     """
     on_cpu = links.cluster.device.kind == "cpu"
     end = len(graph.ops)
@@ -129,26 +129,22 @@ def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, 
     for run, at in zip(runs, ready, strict=True):
         op, axis = run[0].message.op, run[0].message.axis
         whole, parts = float(sum(each.message.bytes for each in run)), links.sizes[axis]
-        later = [
-            other_at
+        later = sorted(
+            (other_at, float(sum(each.message.bytes for each in other)))
             for other, other_at in zip(runs, ready, strict=True)
             if (other[0].message.op, other[0].message.axis) == (op, axis) and other_at > at
-        ]
-        then = min(later, default=end)
+        )
+        then = min((other_at for other_at, _ in later), default=end)
         if op == "all_gather":
             first = read_at(graph, run[0])
-            # torch's gloo makes, and drops at once, a tensor of as many parts like the first as there are.
-            alike = len(run) * run[0].message.bytes / parts
-            hold(first, first, on_cpu * max(whole + whole / parts, alike))
             for each in run:
-                read, size = read_at(graph, each), float(each.message.bytes)
-                hold(first, read - 1, size)
-                hold(read, read, -on_cpu * size)
+                hold(first, read_at(graph, each) - 1, float(each.message.bytes))
         elif op == "all_reduce" and microbatches == 1:
             hold(at + 1, then, on_cpu * whole)
         elif op == "all_reduce":
             last = max(last, on_cpu * whole)
         else:
+            then = settled_behind([(at, whole), *later], end)[at]
             for each in run:
                 made, size = made_at(graph, each), float(each.message.bytes)
                 alone = until.get(base[each.copy[0], each.copy[1]][0], made) if each.copy is not None else made

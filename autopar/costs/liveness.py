@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -180,15 +179,37 @@ def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
     return [*lives(graph), *(replace(each, first=0) for each in lives(graph) if (each.op, each.index) in summed)]
 
 
+def settled_behind(made: Sequence[tuple[int, float]], end: int) -> dict[int, int]:
+    """Return, for each (position, bytes) in order, the position at which as many bytes are made behind it.
+
+    None is settled before those ahead of it; those behind which too little is made are at the end.
+    """
+    found: dict[int, int] = {}
+    latest = 0
+    for index, (at, own) in enumerate(made):
+        behind, reached = 0.0, end
+        for then, other in made[index + 1 :]:
+            behind += other
+            if behind >= own:
+                reached = then
+                break
+        found[at] = latest = max(latest, reached)
+    return found
+
+
 @once_per_graph
 def settled_at(graph: Graph) -> dict[str, int]:
     """Return, for each operator whose value becomes a gradient, the position at which its reduction is waited for.
 
-    That is where the next gradient is made, and its reduction issued: the rule of the rewriter's `SettleScatters`. Of
-    what is cast or viewed to become a gradient, it is that of the gradient.
+    That is where gradients of as many bytes are made behind it, and their reductions issued: the rule of the rewriter's
+    `SettleScatters`. Of what is cast or viewed to become a gradient, it is that of the gradient.
     """
-    places = sorted({graph.position[name] for name, _ in gradients_of(graph)})
-    found = {graph.ops[at].name: then for at, then in pairwise([*places, len(graph.ops)])}
+    made: dict[int, int] = {}
+    for name, index in sorted(gradients_of(graph)):
+        meta = graph.by_name[name].outputs[index]
+        made[graph.position[name]] = made.get(graph.position[name], 0) + (0 if meta is None else meta.nbytes)
+    until = settled_behind(sorted(made.items()), len(graph.ops))
+    found = {graph.ops[at].name: then for at, then in until.items()}
     ends = gradient_like(graph)
     for op in reversed(graph.ops):
         if op.name in ends and op.name not in found:

@@ -282,12 +282,8 @@ class Builder:
         held = np.array([[0.0 if a == b else local_bytes(meta, b, self.links.sizes) for b in wanted] for a in sources])
         producer = self.graph.by_name[sharing.producer]
         routes = [[self._route(a, b, meta) for b in wanted] for a in sources]
-        on_cpu = self.links.cluster.device.kind == "cpu"
         in_flight = np.array(
-            [
-                [gather_bytes(self.graph, producer, each, meta, self.links.sizes, on_cpu) for each in row]
-                for row in routes
-            ]
+            [[gather_bytes(self.graph, producer, each, meta, self.links.sizes) for each in row] for row in routes]
         )
         tail = None
         if sharing.category == "reduction" and self._microbatches == 1:
@@ -342,8 +338,8 @@ class Builder:
     ) -> tuple[Floats, Floats]:
         """Return what redistributed gradients hold until they are waited for, and from then on.
 
-        A sum over ranks is made in place. Of a scattered one the own part stays; on a CPU the terms of all ranks are
-        there before, which gloo exchanges and the program adds up after the wait.
+        A sum over ranks is made in place. Of a scattered one the own part stays; on a CPU the terms of all other ranks
+        are received beside it, and added up after the wait.
         """
         tail = np.zeros_like(held)
         exchanged = self.links.cluster.device.kind == "cpu"

@@ -43,14 +43,11 @@ def workspace_bytes(
     return np.array(found)
 
 
-def gather_bytes(
-    graph: Graph, producer: Op, steps: Sequence[Step], meta: TensorMeta, sizes: tuple[int, ...], on_cpu: bool
-) -> float:
+def gather_bytes(graph: Graph, producer: Op, steps: Sequence[Step], meta: TensorMeta, sizes: tuple[int, ...]) -> float:
     """Return the bytes that gathers on a route hold beside the gathered copy while they are under way.
 
     Blocks arrive one behind the other: where they belong elsewhere than along the first dimension of what lies in
-    memory, the whole is copied once more. gloo receives into a buffer of the gathered size of its own, which is gone
-    when that copy is made.
+    memory, the whole is copied once more.
     """
     held = 0.0
     for step in steps:
@@ -62,7 +59,7 @@ def gather_bytes(
             raise TypeError(f"{shard} on axis {step.axis} is no shard")
         runs = local_outer(step.before, step.axis, sizes)
         in_place = runs == 1 and dim_in_memory(graph, producer, shard.dim) == 0
-        held = max(held, float(whole if on_cpu or not in_place else 0))
+        held = max(held, float(0 if in_place else whole))
     return held
 
 

@@ -73,32 +73,43 @@ class SinkWaits:
 
 @dataclass(frozen=True, slots=True)
 class SettleScatters:
-    """Wait for each scattered gradient once the next one of its mesh axis is issued, not at the end of backward.
+    """Wait for each scattered gradient once as many bytes of its mesh axis are issued behind it, not at the end.
 
         scatter1 mm(a, b) scatter2 mm(c, d) wait1 wait2
     becomes
         scatter1 mm(a, b) scatter2 wait1 mm(c, d) wait2
 
-    Until it is waited for, a collective holds what it reads: the whole gradient of one rank's part of the batch. One is
-    left to run behind the operators that follow.
+    Until it is waited for, a collective holds what it reads: the whole gradient of one rank's part of the batch. As
+    much is left to run behind the operators that follow; a small one would else have a large one waited for at once.
+    They end in the order in which they are issued.
     """
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Edit the graph and return the number of operators moved."""
-        before: dict[str, fx.Node] = {}
+        pending: dict[str, list[fx.Node]] = {}
+        behind: dict[fx.Node, int] = {}
         moved = 0
         for start in list(gm.graph.nodes):
             if role(start) != "start" or COLLECTIVES[start.target] != "reduce_scatter" or not _leaves(start):
                 continue
-            axis = str(start.args[-1])
+            before = pending.setdefault(str(start.args[-1]), [])
+            for each in before:
+                behind[each] += _scattered_bytes(start)
             place = start
-            for node in _results(before[axis]) if axis in before else ():
-                if place < node and not any(place < each for each in node.all_input_nodes):
-                    place.append(node)
-                    place = node
-                    moved += 1
-            before[axis] = start
+            while before and behind[before[0]] >= _scattered_bytes(before[0]):
+                for node in _results(before.pop(0)):
+                    if place < node and not any(place < each for each in node.all_input_nodes):
+                        place.append(node)
+                        place = node
+                        moved += 1
+            before.append(start)
+            behind[start] = 0
         return moved
+
+
+def _scattered_bytes(start: fx.Node) -> int:
+    value = start.meta["val"]
+    return sum(each.nbytes for each in (value if isinstance(value, list | tuple) else (value,)))
 
 
 def _leaves(start: fx.Node) -> bool:

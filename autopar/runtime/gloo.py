@@ -5,10 +5,10 @@ a lock (`ProcessGroupGloo::runLoop`, 2.11 to 2.13). Two that complete at once fr
 corrupt heap: seen within seconds in programs that keep many gathers in flight. One thread a group has no such race.
 
 gloo has no reduce-scatter of its own: torch all-reduces the whole tensor and
-keeps a slice, twice the traffic (8 MiB between two hosts at 1 Gbit/s: 76 ms, an
-all-reduce 70 ms, an all-to-all 42 ms). Exchanging the parts pairwise and adding
-them up sends what a reduce-scatter must, and no more: Thakur, Rabenseifner &
-Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+keeps a slice, twice the traffic. Exchanging the parts pairwise and adding them up
+sends what a reduce-scatter must, and no more: Thakur, Rabenseifner & Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005. Its
+all-gather and all-to-all let the directions of a link take turns; see `exchange`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar._torch import gloo_with_threads
+from autopar.runtime.direct import DIRECT
+from autopar.runtime.exchange import REDUCE
 
 _C10D = torch.ops._c10d_functional
-_ATEN = torch.ops.aten
 
 ONE_THREAD = "autopar_gloo"
 """Name of the backend that runs a group's collectives one after another."""
@@ -53,75 +54,39 @@ def one_thread_backend() -> str:
     return ONE_THREAD
 
 
-def exchange_to_reduce(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return the program with each sum over ranks that is then scattered as an exchange and a local sum.
+_DIRECT: dict[Any, Any] = {
+    _C10D.all_gather_into_tensor.default: DIRECT.all_gather.default,
+    _C10D.all_gather_into_tensor_coalesced.default: DIRECT.all_gather.default,
+    _C10D.reduce_scatter_tensor.default: DIRECT.reduce_scatter.default,
+    _C10D.reduce_scatter_tensor_coalesced.default: DIRECT.reduce_scatter.default,
+    _C10D.all_to_all_single.default: DIRECT.all_to_all.default,
+}
 
-    Terms are added in the order of ranks, the same for every element. `gm` is not changed; it is returned if it has no
-    such reduction.
+
+def by_messages(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return the program with its gathers, scattered reductions and exchanges as messages from rank to rank.
+
+    `gm` is not changed; it is returned if it has none of these.
     """
-    scatters = (_C10D.reduce_scatter_tensor.default, _C10D.reduce_scatter_tensor_coalesced.default)
-    if not any(gm.graph.find_nodes(op="call_function", target=each) for each in scatters):
+    if not any(_as_messages(node) for node in gm.graph.nodes):
         return gm
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    for start in graph.find_nodes(op="call_function", target=scatters[0]):
-        if start.args[1] == "sum":
-            _exchange_one(graph, start)
-    for start in graph.find_nodes(op="call_function", target=scatters[1]):
-        if start.args[1] == "sum":
-            _exchange_several(graph, start)
+    for start in [node for node in graph.nodes if _as_messages(node)]:
+        arguments: Any = start.args
+        start.target = _DIRECT[start.target]
+        if start.target is DIRECT.all_to_all.default or not isinstance(arguments[0], fx.Node):
+            continue
+        start.args = ([arguments[0]], *arguments[1:])
+        with graph.inserting_after(start):
+            part = graph.call_function(operator.getitem, (start, 0))
+        start.replace_all_uses_with(part, delete_user_cb=lambda user, part=part: user is not part)
     graph.lint()
     return fx.GraphModule(gm, graph)
 
 
-def _exchange_one(graph: fx.Graph, start: fx.Node) -> None:
-    arguments: Any = start.args
-    value, _, ranks, group = arguments
-    waits = [each for each in start.users if each.target is _C10D.wait_tensor.default]
-    if len(waits) != 1 or len(start.users) != 1:
-        return
-    (wait,) = waits
-    kept = list(start.meta["val"].shape)
-    splits = [kept[0]] * ranks
-    start.target = _C10D.all_to_all_single.default
-    start.args = (value, splits, splits, group)
-    with graph.inserting_after(wait):
-        terms = graph.call_function(_ATEN.view.default, (wait, [ranks, *kept]))
-    with graph.inserting_after(terms):
-        total = graph.call_function(_ATEN.sum.dim_IntList, (terms, [0]))
-    wait.replace_all_uses_with(total, delete_user_cb=lambda user: user is not terms)
-
-
-def _exchange_several(graph: fx.Graph, start: fx.Node) -> None:
-    """Exchange what several tensors send to each rank in one piece: row r of the buffer goes to rank r.
-
-    The parts are views of the one sum.
-    """
-    arguments: Any = start.args
-    values, _, ranks, group = arguments
-    parts = list(start.users)
-    waits = [each for part in parts for each in part.users]
-    if any(part.target is not operator.getitem for part in parts) or any(
-        wait.target is not _C10D.wait_tensor.default for wait in waits
-    ):
-        return
-    with graph.inserting_before(start):
-        rows = [graph.call_function(_ATEN.reshape.default, (each, [ranks, -1])) for each in values]
-        buffer = graph.call_function(_ATEN.cat.default, (rows, 1))
-    kept = start.meta["val"]
-    start.target = _C10D.all_to_all_single.default
-    start.args = (buffer, [1] * ranks, [1] * ranks, group)
-    first = min(waits)
-    with graph.inserting_before(first):
-        done = graph.call_function(_C10D.wait_tensor.default, (start,))
-        done.meta = {key: value for key, value in first.meta.items() if key != "val"}
-        total = graph.call_function(_ATEN.sum.dim_IntList, (done, [0]))
-        pieces = graph.call_function(_ATEN.split_with_sizes.default, (total, [each.numel() for each in kept]))
-        for part in parts:
-            index = part.args[1]
-            piece = graph.call_function(operator.getitem, (pieces, index))
-            whole = graph.call_function(_ATEN.view.default, (piece, list(kept[index].shape)))
-            for wait in part.users:
-                wait.replace_all_uses_with(whole)
-    for each in (*waits, *parts):
-        graph.erase_node(each)
+def _as_messages(node: fx.Node) -> bool:
+    target: Any = node.target
+    if node.op != "call_function" or target not in _DIRECT:
+        return False
+    return _DIRECT[target] is not DIRECT.reduce_scatter.default or node.args[1] in REDUCE

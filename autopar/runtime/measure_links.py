@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.direct import DIRECT
 from autopar.runtime.gloo import is_gloo, one_thread_backend
 from autopar.runtime.ranks import Ranks
 
@@ -111,20 +112,19 @@ def _work(op: str, size: int, place: Place, ranks: Ranks) -> Callable[[], Callab
     wait = _C10D.wait_tensor
     if op == "all_reduce":
         return lambda: _later(wait, _C10D.all_reduce(whole, "sum", name))
+    direct = is_gloo(device.type)  # as `runtime.gloo.by_messages` has it
+    if op == "all_gather" and direct:
+        return lambda: _later(wait, DIRECT.all_gather([part], p, name)[0])
     if op == "all_gather":
         return lambda: _later(wait, _C10D.all_gather_into_tensor(part, p, name))
-    if op == "reduce_scatter" and not is_gloo(device.type):
+    if op == "reduce_scatter" and direct:
+        return lambda: _later(wait, DIRECT.reduce_scatter([whole], "sum", p, name)[0])
+    if op == "reduce_scatter":
         return lambda: _later(wait, _C10D.reduce_scatter_tensor(whole, "sum", p, name))
-    if op in {"all_to_all", "reduce_scatter"}:
+    if op == "all_to_all":
         splits = [count // p] * p
-        if op == "all_to_all":
-            return lambda: _later(wait, _C10D.all_to_all_single(whole, splits, splits, name))
-
-        def exchanged() -> Callable[[], object]:  # as `runtime.gloo.exchange_to_reduce` has it
-            made = _C10D.all_to_all_single(whole, splits, splits, name)
-            return lambda: wait(made).view(p, -1).sum(0)
-
-        return exchanged
+        exchange = DIRECT.all_to_all if direct else _C10D.all_to_all_single
+        return lambda: _later(wait, exchange(whole, splits, splits, name))
     me = place.members.index(ranks.rank)
     ahead, behind = place.members[(me + 1) % p], place.members[me - 1]
     there = torch.empty_like(whole)

@@ -30,7 +30,7 @@ from autopar.runtime.errors import (
 )
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.expected import Expected
-from autopar.runtime.gloo import exchange_to_reduce
+from autopar.runtime.gloo import by_messages
 from autopar.runtime.parameters import slots
 from autopar.runtime.pipeline_outputs import Outputs
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -73,7 +73,7 @@ class StagedBound:
         self._anchor = torch.zeros((), device=pipeline.ranks.device, requires_grad=True)
 
     def _compiled(self, gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-        own = exchange_to_reduce(gm) if self._pipeline.ranks.device.type == "cpu" else gm
+        own = by_messages(gm) if self._pipeline.ranks.device.type == "cpu" else gm
         return self._backend(own, self._pipeline.groups.names, boxed=True)
 
     def _way(self, schedule: PipelineSchedule, *, backward: bool) -> Way:

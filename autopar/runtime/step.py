@@ -16,7 +16,7 @@ from autopar.runtime.errors import constant_on_meta, gradient_not_planned, train
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.expected import Expected
 from autopar.runtime.failures import told
-from autopar.runtime.gloo import backend_name, exchange_to_reduce
+from autopar.runtime.gloo import backend_name, by_messages
 from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dtensor_placements
 from autopar.runtime.program import Program, Result, Value
@@ -196,7 +196,7 @@ class Bound:
             raise named from error
 
     def _compiled(self, gm: fx.GraphModule, *, boxed: bool) -> Callable[..., Sequence[Any]]:
-        return self._backend(exchange_to_reduce(gm) if self._on_gloo else gm, self._groups.names, boxed=boxed)
+        return self._backend(by_messages(gm) if self._on_gloo else gm, self._groups.names, boxed=boxed)
 
     def backward(self, arguments: list[Any], grads: Sequence[Any], seed: int | None) -> list[Any]:
         """Run backward on saved values (a list that is emptied) and the gradients of user outputs, `None` if absent."""

@@ -5,8 +5,7 @@ devices with streams it is issued at once on a stream of its own. `wait_tensor` 
 
 All work on pieces of equal rows, one a rank of the group: its share, which it sums or hands to the others. What goes
 across is what a rank shares with the ranks of its place in other nodes; blocks are sent to where they belong, so that
-none is permuted. gloo has no reduce-scatter, and its all-gather takes memory of its own for the result: there ranks
-send one another rows, into place.
+none is permuted.
 """
 
 from __future__ import annotations
@@ -23,28 +22,21 @@ import torch
 import torch.distributed as dist
 
 from autopar._torch import group_named, wait_by
-
-_REDUCE: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
-    "sum": (dist.ReduceOp.SUM, torch.add),
-    "max": (dist.ReduceOp.MAX, torch.maximum),
-    "min": (dist.ReduceOp.MIN, torch.minimum),
-    "product": (dist.ReduceOp.PRODUCT, torch.mul),
-}
-"""By the names of functional collectives: what is asked of the library, and the same of two tensors."""
+from autopar.runtime.exchange import REDUCE, Exchange, Scattering, finish
 
 
 @dataclass(frozen=True)
 class Levels:
     """The groups of this rank inside the fast links and across them."""
 
-    inner: _Exchange
-    outer: _Exchange
+    inner: Exchange
+    outer: Exchange
 
     @classmethod
     def named(cls, inner: str, outer: str, device: torch.device) -> Levels:
         """Return those of two process groups, for tensors on a device."""
         direct = device.type == "cpu"
-        return cls(_Exchange(group_named(inner), direct), _Exchange(group_named(outer), direct))
+        return cls(Exchange(group_named(inner), direct), Exchange(group_named(outer), direct))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -62,15 +54,15 @@ class Levels:
         begun = self._scattering(parts[0], reduce)
         for following in [*parts[1:], None]:
             ready, begun = begun, begun if following is None else self._scattering(following, reduce)
-            across.append(dist.all_reduce(ready.end(), _REDUCE[reduce][0], group=self.outer.group, async_op=True))
+            across.append(dist.all_reduce(ready.end(), REDUCE[reduce][0], group=self.outer.group, async_op=True))
         gathered = []
         for part, work in zip(parts, across, strict=True):
             work.wait()
             gathered += self.inner.gathering([part])
-        _finish(gathered)
+        finish(gathered)
         packed.unpack()
 
-    def _scattering(self, part: torch.Tensor, reduce: str) -> _Scattering:
+    def _scattering(self, part: torch.Tensor, reduce: str) -> Scattering:
         return self.inner.scattering([part], [part[self.inner.rank]], reduce)
 
     def all_gather(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
@@ -81,10 +73,10 @@ class Levels:
             own = blocks[:, self.inner.rank]
             own[self.outer.rank] = value.reshape(-1)
             across = own if self.outer.direct else own.contiguous()
-            _finish(self.outer.gathering([across]))
+            finish(self.outer.gathering([across]))
             if across is not own:
                 own.copy_(across)
-            _finish(self.inner.gathering(list(blocks)))
+            finish(self.inner.gathering(list(blocks)))
 
     def reduce_scatter(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor], reduce: str) -> None:
         """Fill the results with this rank's part, along dimension 0, of the values reduced over all ranks."""
@@ -134,85 +126,6 @@ class _Packed:
         for value in self.small:
             value.copy_(self.buffer.view(-1)[at : at + value.numel()].view(value.shape))
             at += value.numel()
-
-
-@dataclass(frozen=True)
-class _Scattering:
-    """Reductions under way, each of rows to this rank's own row."""
-
-    results: list[torch.Tensor]
-    terms: list[torch.Tensor]
-    works: list[Any]
-    reduce: str
-
-    def end(self) -> torch.Tensor:
-        """Return the first of the reduced rows; terms are joined in the order of ranks, this one's own first."""
-        _finish(self.works)
-        for place, term in enumerate(self.terms):
-            result = self.results[place % len(self.results)]
-            _REDUCE[self.reduce][1](result, term, out=result)
-        return self.results[0]
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """Collectives of one group on pieces `[ranks, m]`, a row a rank; `direct`: rows are sent from rank to rank."""
-
-    group: Any
-    direct: bool
-
-    @property
-    def size(self) -> int:
-        return int(self.group.size())
-
-    @property
-    def rank(self) -> int:
-        return int(self.group.rank())
-
-    @property
-    def _others(self) -> list[int]:
-        return [each for each in range(self.size) if each != self.rank]
-
-    def scattering(self, pieces: list[torch.Tensor], results: list[torch.Tensor], reduce: str) -> _Scattering:
-        """Begin to reduce each piece to this rank's row of it; a result may be the memory of that row."""
-        if not self.direct:
-            settings = dist.ReduceScatterOptions()
-            settings.reduceOp = _REDUCE[reduce][0]
-            flat = [each.reshape(-1) for each in pieces]
-            return _Scattering(
-                results, [], [self.group.reduce_scatter_tensor_coalesced(results, flat, settings)], reduce
-            )
-        for piece, result in zip(pieces, results, strict=True):
-            if piece[self.rank].data_ptr() != result.data_ptr():
-                result.copy_(piece[self.rank])
-        terms = [result.new_empty(result.shape) for _ in self._others for result in results]
-        ends = [(each, piece) for each in self._others for piece in pieces]
-        works = [self._receive(term, each) for term, (each, _) in zip(terms, ends, strict=True)]
-        works += [dist.isend(piece[each], group=self.group, group_dst=each) for each, piece in ends]
-        return _Scattering(results, terms, works, reduce)
-
-    def gathering(self, pieces: list[torch.Tensor]) -> list[Any]:
-        """Begin to fill the rows of pieces from the rank whose they are; return what to wait for."""
-        if not self.direct:
-            flat, own = [each.view(-1) for each in pieces], [each[self.rank] for each in pieces]
-            return [self.group.allgather_into_tensor_coalesced(flat, own)]
-        ends = [(each, piece) for each in self._others for piece in pieces]
-        works = [self._receive(piece[each], each, _GATHERED) for each, piece in ends]
-        return works + [
-            dist.isend(piece[self.rank], group=self.group, group_dst=to, tag=_GATHERED) for to, piece in ends
-        ]
-
-    def _receive(self, row: torch.Tensor, source: int, tag: int = 0) -> Any:
-        return dist.irecv(row, group=self.group, group_src=source, tag=tag)
-
-
-_GATHERED = 1
-"""Tag of what is handed back, so that it is not taken for what is still to be summed."""
-
-
-def _finish(works: Sequence[Any]) -> None:
-    for each in works:
-        each.wait()
 
 
 class _Worker:

@@ -98,13 +98,22 @@ def _ahead(tasks: Sequence[Task], held: Sequence[int], limit: int) -> tuple[dict
         begin_s.append(clock)
         clock += 0.0 if task.communicates else task.seconds
         starts.setdefault(task.phase, place)
-    anchors = [place for place, task in enumerate(tasks) if not task.communicates and task.seconds > 0]
+    made_by = {i: made for i in range(len(tasks)) if (made := _made_by(tasks, i)) is not None}
+    moving = set().union(*made_by.values())
+    anchors = [
+        place for place, task in enumerate(tasks) if not task.communicates and task.seconds > 0 and place not in moving
+    ]
+    busy: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for place, task in enumerate(tasks):
+        if task.communicates and not task.gathers:
+            begun = busy.setdefault((task.stream, task.phase), [])
+            start_s = max(begin_s[place], begun[-1][1] if begun else 0.0)
+            begun.append((start_s, start_s + task.seconds))
     extra = [0] * len(tasks)
     wanted: dict[int, int] = {}
     next_s: dict[tuple[str, str], float] = {}
     hindered = 0
-    gathers = [i for i, task in enumerate(tasks) if task.communicates and task.gathers and not task.reads]
-    for index in reversed(gathers):
+    for index in reversed(made_by):
         task = tasks[index]
         key = (task.stream, task.phase)
         use = first_reader.get(index, index)
@@ -112,6 +121,9 @@ def _ahead(tasks: Sequence[Task], held: Sequence[int], limit: int) -> tuple[dict
         next_s[key] = latest_s
         own = [a for a in anchors[: bisect_right(anchors, index)] if a >= starts[task.phase]]
         wished_s = latest_s - task.seconds
+        for begun_s, until_s in reversed(busy.get(key, ())):
+            if begun_s <= latest_s and until_s > wished_s:  # it would wait for that reduction: rather before it
+                wished_s = min(wished_s, begun_s - task.seconds)
         target = next((a for a in reversed(own) if begin_s[a] <= wished_s), own[0] if own else index)
         place = index
         while place > target and held[place - 1] + extra[place - 1] + task.makes_bytes <= limit:
@@ -129,6 +141,23 @@ def _ahead(tasks: Sequence[Task], held: Sequence[int], limit: int) -> tuple[dict
     return {index: wanted[index] for index in ordered}, hindered
 
 
+def _made_by(tasks: Sequence[Task], index: int) -> set[int] | None:
+    """Return the views and casts of parameters that a gather of parameters reads; `None`: it cannot move."""
+    if not (tasks[index].communicates and tasks[index].gathers):
+        return None
+    found: set[int] = set()
+    todo = list(tasks[index].reads)
+    while todo:
+        each = todo.pop()
+        if tasks[each].phase != tasks[index].phase or each in found:
+            continue  # forward has ended where backward begins
+        if tasks[each].communicates:
+            return None
+        found.add(each)
+        todo += tasks[each].reads
+    return found
+
+
 def _first_readers(tasks: Sequence[Task]) -> dict[int, int]:
     found: dict[int, int] = {}
     for place, task in enumerate(tasks):
@@ -138,14 +167,13 @@ def _first_readers(tasks: Sequence[Task]) -> dict[int, int]:
 
 
 def _inserted(tasks: Sequence[Task], moved: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the order in which gathers are issued before these places, with what they read."""
     before: dict[int, list[int]] = {}
     for index, place in moved.items():
-        before.setdefault(place, []).append(index)
-    order: list[int] = []
+        before.setdefault(place, []).extend([*sorted(_made_by(tasks, index) or ()), index])
+    order: dict[int, None] = {}
     for index in range(len(tasks)):
-        order += before.get(index, [])
-        if index not in moved:
-            order.append(index)
+        order.update(dict.fromkeys((*before.get(index, ()), index) if index not in moved else before.get(index, ())))
     return tuple(order)
 
 

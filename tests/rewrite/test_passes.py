@@ -9,7 +9,7 @@ from torch import fx, nn
 from autopar.rewrite.inplace import ComputeIntoDead, ReduceIntoDead
 from autopar.rewrite.marks import C10D, WAIT, Mark, Role
 from autopar.rewrite.passes import run_passes
-from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
+from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SettleScatters, SinkWaits
 from autopar.rewrite.simplify import DropIdentities, MergeEqualViews, ViewWhatCanBeViewed
 
 ATEN = torch.ops.aten
@@ -321,3 +321,34 @@ def test_a_value_that_only_a_reduction_reads_is_reduced_in_place():
     assert ReduceIntoDead()(gm) == 1
     assert first.target is C10D.all_reduce_.default
     assert second.target is C10D.all_reduce.default
+
+
+def scatters(*rows: int) -> fx.GraphModule:
+    """Return a backward pass that scatters gradients of so many rows one by one, and waits for all at its end."""
+    graph = fx.Graph()
+    starts = []
+    for number, each in enumerate(rows):
+        value = graph.placeholder(f"x{number}")
+        value.meta["val"] = torch.empty(2 * each, 4)
+        start = graph.create_node(
+            "call_function", C10D.reduce_scatter_tensor.default, (value, "sum", 2, "dp"), name=f"scatter{number}"
+        )
+        start.meta.update(val=torch.empty(each, 4), autopar=Mark(start.name, "backward", "start", "", gradient=True))
+        starts.append(start)
+    waits = []
+    for number, start in enumerate(starts):
+        wait = graph.create_node("call_function", WAIT, (start,), name=f"wait{number}")
+        wait.meta.update(val=start.meta["val"], autopar=Mark(wait.name, "backward", "wait"))
+        waits.append(wait)
+    graph.output(tuple(waits))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_a_scattered_gradient_is_waited_for_when_as_many_bytes_are_issued_behind_it():
+    gm = scatters(8, 1, 1, 8, 8)
+
+    run_passes(gm, (SettleScatters(),))
+
+    assert order(gm) == [
+        "scatter0", "scatter1", "scatter2", "scatter3", "wait0", "wait1", "wait2", "scatter4", "wait3", "wait4",
+    ]  # fmt: skip

@@ -40,7 +40,7 @@ def ends_s(runs: Sequence[Sequence[Reduction]], latency_s: float, end_s: float, 
 def test_no_other_cut_ends_earlier_or_as_early_with_fewer_calls(pairs, latency_s, end_s, call_s):
     given_ = sorted(reductions(*zip(*pairs, strict=True)), key=lambda each: each.ready_s)
 
-    found = bucketed(given_, lambda size: latency_s + size * 1e-3, end_s, call_s, enough=0.0)
+    found = bucketed(given_, lambda size: latency_s + size * 1e-3, end_s, call_s, enough=0.0, patience=0.0)
 
     assert [each for run in found for each in run] == given_
     every = [
@@ -67,3 +67,16 @@ def test_messages_that_are_large_enough_are_merged_no_further():
     found = bucketed(given_, lambda size: 1e-3 + size * 1e-3, end_s=0.0, call_s=0.0)
 
     assert max(len(run) for run in found) <= 2
+
+
+def test_what_is_ready_early_does_not_wait_for_what_is_late_to_save_a_short_call():
+    given_ = reductions([1.0, 1.001, 5.0], [1000, 1, 1000])
+
+    def seconds(size: int) -> float:
+        return 0.01 + size * 1e-3
+
+    found = bucketed(given_, seconds, end_s=9.0, call_s=0.01)
+    patient = bucketed(given_, seconds, end_s=9.0, call_s=0.01, patience=0.0)
+
+    assert [[each.name for each in run] for run in found] == [["p0"], ["p1", "p2"]]
+    assert len(patient) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +25,8 @@ def steps(draw: st.DrawFn) -> list[Task]:
             if not gathers
             else draw(st.sampled_from(["dp", "ag"]))
         )
-        reads = () if gathers else tuple(draw(st.sets(st.integers(0, place - 1), max_size=3))) if place else ()
+        earlier = [i for i in range(place) if not gathers or not tasks[i].communicates]
+        reads = tuple(draw(st.sets(st.sampled_from(earlier), max_size=3))) if earlier else ()
         tasks.append(
             Task(
                 name=f"t{place}",
@@ -119,3 +122,38 @@ def test_streams_of_one_link_share_its_bandwidth_and_those_of_two_do_not():
 
     assert step_s("node") == 2.0
     assert step_s("rack") == 1.0
+
+
+def test_a_gather_of_a_view_of_a_parameter_is_issued_ahead_with_its_view():
+    view = compute("view", seconds=0.0)
+    tasks = [compute("first"), compute("second", 0), view, replace(gather("w"), reads=(2,)), compute("use", 1, 3)]
+
+    found = schedule(tasks, replay, held_bytes, 100)
+
+    assert found.ahead == {3: 0}
+    assert [tasks[each].name for each in found.order] == ["view", "w", "first", "second", "use"]
+
+
+def test_a_gather_goes_before_a_reduction_that_it_would_have_to_wait_for():
+    reduction = replace(gather("dw", seconds=2.0), gathers="", reads=(1,), kind=1)
+    tasks = [
+        compute("a", seconds=2.0),
+        compute("b", 0),
+        reduction,
+        compute("c", 1, seconds=1.5),
+        compute("d", 3, seconds=1.5),
+        gather("w"),
+        compute("use", 4, 5),
+    ]
+
+    found = schedule(tasks, replay, held_bytes, 100)
+
+    assert found.order.index(5) < found.order.index(2)
+    assert replay(tasks, found.order).step_s == 7.0
+
+
+def test_what_a_collective_made_is_not_gathered_ahead_of_it():
+    moved = replace(gather("first"), gathers="")
+    tasks = [compute("a"), moved, replace(gather("w"), reads=(1,)), compute("use", 0, 2)]
+
+    assert schedule(tasks, replay, held_bytes, 100).ahead == {}
