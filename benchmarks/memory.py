@@ -100,14 +100,15 @@ def measure(model: Any, inputs: dict[str, Any]) -> dict[str, int]:
     for _ in range(_STEPS):
         optimizer.zero_grad()
         found.append(allocated(gradients))
-    # Collectives that finish late hold what they read for longer: that is the machine's, not the program's.
-    peak, left = sorted(found)[_STEPS // 2]
+    # gloo's thread may let go of what it reduced late, at the end of the step even: 64 KiB more, seen in one step of six.
+    # That is the machine's, not the program's, and only ever adds.
+    peak, left = min(found)
     held, _ = allocated(optimizer.step)
     return {"before": before, "peak": peak, "left": left, "optimizer": held}
 
 
 _STEPS = 3
-"""Steps that are measured; the one of the median peak counts."""
+"""Steps that are measured; the one of the least peak counts."""
 
 
 def storage_bytes(values: Sequence[Any]) -> int:

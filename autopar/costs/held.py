@@ -15,6 +15,7 @@ from autopar.costs.timing import pairs
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Layout
 from autopar.ir.plan import Memory
+from autopar.ir.reshard import PACKED_BYTES
 from autopar.ir.table import Floats
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, 
         then = min((other_at for other_at, _ in later), default=end)
         if op == "all_gather":
             first = read_at(graph, run[0])
+            small = sum(each.message.bytes for each in run if each.message.bytes < parts * PACKED_BYTES)
+            hold(first, first, on_cpu * (1.0 + 1.0 / parts) * small)
             for each in run:
                 hold(first, read_at(graph, each) - 1, float(each.message.bytes))
         elif op == "all_reduce" and microbatches == 1:

@@ -26,6 +26,9 @@ StepKind = Literal["slice", "mask", "reduce_scatter", "all_to_all", "all_reduce"
 _ORDER: tuple[StepKind, ...] = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather", "mask")
 """Steps that shrink the local tensor first, so that the following ones move less."""
 
+PACKED_BYTES = 2**16
+"""Rows from this size on are sent by themselves on gloo; of smaller ones that travel together one buffer is made."""
+
 AHEAD_BYTES = 64 << 20
 """Bytes of gathered parameters that a program may hold ahead of their use."""
 

@@ -6,17 +6,15 @@ tensors that travel together are sent as one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar._torch import group_named, wait_by
+from autopar.ir.reshard import PACKED_BYTES
 from autopar.runtime.exchange import Exchange, finish
-
-SMALL_BYTES = 2**16
-"""Rows from this size on are sent by themselves: at 1 Gbit/s a message more costs less than copying them twice."""
 
 _LIBRARY: Any = torch.library.Library("autopar_direct", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("all_gather(Tensor[] values, int ranks, str group) -> Tensor[]")
@@ -28,7 +26,10 @@ DIRECT = torch.ops.autopar_direct
 
 @dataclass(frozen=True)
 class _Rows:
-    """Tensors as rows, one a rank: large ones where they are, the others beside each other in one buffer."""
+    """Tensors as rows, one a rank: large ones where they are, the others beside each other in one buffer.
+
+    At 1 Gbit/s a message more costs less than copying large ones twice.
+    """
 
     pieces: list[torch.Tensor]
     """`[ranks, m]` each; the buffer, if there is one, comes last."""
@@ -40,7 +41,7 @@ class _Rows:
     def of(cls, values: Sequence[torch.Tensor], ranks: int) -> _Rows:
         """Return views of tensors whose first dimension the ranks share, and a copy of the small ones."""
         rows = [each.contiguous().view(ranks, -1) for each in values]
-        small = [i for i, each in enumerate(rows) if each[0].nbytes < SMALL_BYTES]
+        small = [i for i, each in enumerate(rows) if each[0].nbytes < PACKED_BYTES]
         small = small if len(small) > 1 else []
         large = [i for i in range(len(rows)) if i not in small]
         packed = [torch.cat([rows[i] for i in small], 1)] if small else []
@@ -100,14 +101,13 @@ def _all_to_all(value: torch.Tensor, received: list[int], sent: list[int], group
     return result
 
 
-def _wait_once(results: Sequence[torch.Tensor], end: Any) -> None:
-    """Let waiting for any of the results call `end`, the first time."""
-    ended: list[None] = []
+def _wait_once(results: Sequence[torch.Tensor], end: Callable[[], None]) -> None:
+    """Let waiting for any of the results call `end`, the first time; what it holds is let go then."""
+    pending = [end]
 
     def wait() -> None:
-        if not ended:
-            end()
-            ended.append(None)
+        if pending:
+            pending.pop()()
 
     for each in results:
         wait_by(each, wait)

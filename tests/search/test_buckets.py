@@ -73,10 +73,10 @@ def test_what_is_ready_early_does_not_wait_for_what_is_late_to_save_a_short_call
     given_ = reductions([1.0, 1.001, 5.0], [1000, 1, 1000])
 
     def seconds(size: int) -> float:
-        return 0.01 + size * 1e-3
+        return 0.03 + size * 1e-3
 
     found = bucketed(given_, seconds, end_s=9.0, call_s=0.01)
     patient = bucketed(given_, seconds, end_s=9.0, call_s=0.01, patience=0.0)
 
-    assert [[each.name for each in run] for run in found] == [["p0"], ["p1", "p2"]]
+    assert [[each.name for each in run] for run in found] == [["p0", "p1"], ["p2"]]
     assert len(patient) == 1
