@@ -100,8 +100,8 @@ def measure(model: Any, inputs: dict[str, Any]) -> dict[str, int]:
     for _ in range(_STEPS):
         optimizer.zero_grad()
         found.append(allocated(gradients))
-    # gloo's thread may let go of what it reduced late, at the end of the step even: 64 KiB more, seen in one step of six.
-    # That is the machine's, not the program's, and only ever adds.
+    # gloo's thread may let go of what it reduced late, even after the step: 64 KiB more, seen in one step of six. That
+    # is the machine's, not the program's, and only ever adds.
     peak, left = min(found)
     held, _ = allocated(optimizer.step)
     return {"before": before, "peak": peak, "left": left, "optimizer": held}
