@@ -32,6 +32,14 @@ PLANS: dict[str, dict[str, Fix]] = {
         "2": {"pp": 2, "schedule": "interleaved_1f1b", "interleave": 2, "microbatch": 4},
         "4": {"pp": 4, "schedule": "interleaved_1f1b", "interleave": 2, "microbatch": 2},
     },
+    "zb_h1": {
+        "2": {"pp": 2, "schedule": "zb_h1", "microbatch": 4},
+        "4": {"pp": 4, "schedule": "zb_h1", "microbatch": 2},
+    },
+    "zbv": {
+        "2": {"pp": 2, "schedule": "zbv", "interleave": 2, "microbatch": 4},
+        "4": {"pp": 4, "schedule": "zbv", "interleave": 2, "microbatch": 2},
+    },
     "pp-dp": {
         "4": {"pp": 2, "dp_replicate": 2, "microbatch": 2},
         "8": {"pp": 4, "dp_replicate": 2, "microbatch": 1},
@@ -42,7 +50,7 @@ PLANS: dict[str, dict[str, Fix]] = {
 """What each kind of plan fixes on the meshes on which it is run. Micro-batches are no multiple of the stages, but in
 `pp-tp` on 8 ranks; with `dp` inside, each replica has so many."""
 
-_NEVER = {"resnet": {"micro", "gpipe", "1f1b", "interleaved", "pp-dp", "pp-tp", "pp-dp-tp"}}
+_NEVER = {"resnet": {"micro", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "pp-dp", "pp-tp", "pp-dp-tp"}}
 """BatchNorm's statistics are those of the whole batch: plans that cut the batch in time are refused."""
 
 _STACKS = {
