@@ -106,7 +106,9 @@ class Pipelined:
         ranks = self.timeline.ranks
         slowest = max(ranks, key=lambda each: each.compute_s)
         bubble = slowest.bubble_s
-        exposed = self.step_s - slowest.compute_s - bubble - self.optimizer_s
+        # The optimizer that takes longest may be that of a rank which is done earlier.
+        rest = max(0.0, self.step_s - slowest.compute_s - bubble)
+        optimizer = min(self.optimizer_s, rest)
         scale = whole.step_time_s / self.step_s / self.wanted.depth
         return replace(
             whole,
@@ -117,9 +119,9 @@ class Pipelined:
             breakdown=replace(
                 whole.breakdown,
                 compute_s=slowest.compute_s,
-                exposed_communication_s=max(0.0, exposed),
+                exposed_communication_s=rest - optimizer,
                 bubble_s=bubble,
-                optimizer_s=self.optimizer_s,
+                optimizer_s=optimizer,
             ),
             per_stage=tuple(
                 StageEstimate(

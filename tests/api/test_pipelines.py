@@ -353,3 +353,27 @@ def test_impossible_pipelines_say_why(fix: dict[str, Any], kind: type[Exception]
 
     with pytest.raises(kind, match=text):
         autopar.plan(model, "cpu:8", example_inputs=batch, fix=fix)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_what_a_step_is_made_of_adds_up_where_the_slowest_optimizer_is_not_the_last_to_end(schedule: str):
+    class Lopsided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20000, 64)
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.table(x)
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            for _ in range(40):  # the second stage computes more, the first has the optimizer's work
+                x = torch.tanh(x @ self.layers[3].weight)
+            return x.square().mean()
+
+    fix = {"pp": 2, "schedule": schedule, "microbatch": 4}
+    plan = autopar.plan(Lopsided(), "cpu:2", example_inputs=(torch.zeros(16, 8, dtype=torch.long),), fix=fix)
+
+    parts = plan.estimates.breakdown
+    total = parts.compute_s + parts.exposed_communication_s + parts.bubble_s + parts.optimizer_s
+    assert total == pytest.approx(plan.estimates.step_time_s, rel=1e-9)
