@@ -105,11 +105,11 @@ def _same_options(pricing: Pricing, known: Outcome) -> tuple[int, ...] | None:
         names = [each if each in known.graph.by_name else each.removesuffix(SUFFIX) for each in cluster.members]
         reps = [known.graph.representative(name) for name in names]
         wanted = tuple(known.strategy(rep) for rep in reps)
-        kept = known.keeps_gather(reps[0])
+        way = (known.keeps_gather(reps[0]), known.reduces_early(reps[0]))
         same = (
             k
             for k, option in enumerate(cluster.options)
-            if option == wanted and (not cluster.once or cluster.once[k] == kept)
+            if option == wanted and (not cluster.once or (cluster.once[k], cluster.early[k]) == way)
         )
         place = next(same, None)
         if place is None:

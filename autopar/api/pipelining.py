@@ -268,10 +268,16 @@ class _Blocks:
                 state = state_bytes(op, layout, self.outcome.links.sizes, self.outcome.optimizer)
             ref = gradients.get(op.name)
             gradient = self._bytes(self.graph.by_name[ref.op]) if ref is not None else 0.0
-            # A tied parameter is held by each stage that reads it.
+            if ref is not None and self.outcome.reduces_early(self.graph.representative(op.name)):
+                gradient = local_bytes(self.graph.meta(ref), layout, self.outcome.links.sizes)
+            # A tied parameter is held by each stage that reads it, and so is what is gathered of it.
             for at in {self.of[op.name], *(self.of[reader] for reader in self._readers(op.name))}:
                 p, g, s = found[at]
                 found[at] = (p + self._bytes(op), g + gradient, s + state)
+        for issued in self.outcome.messages():
+            if issued.times == 1 < self.outcome.microbatches and issued.message.op == "all_gather":
+                p, g, s = found[self.of[issued.at]]
+                found[self.of[issued.at]] = (p + issued.message.bytes, g, s)
         return found
 
     def _readers(self, name: str) -> Iterator[str]:
@@ -393,7 +399,9 @@ class _Blocks:
         for issued in self.outcome.messages():
             if self._is_once(issued):
                 reduce_s[self.of[issued.at]] += links.message_s(issued.message)
-                hidable_s[self.of[issued.at]] += links.hidable_s(issued.message) if links.hides_reductions else 0.0
+                # Frameworks differ in whether they do; what is gathered once a step hides behind nothing.
+                hides = issued.finishes and (links.hides_reductions or not links.flat_bytes)
+                hidable_s[self.of[issued.at]] += links.hidable_s(issued.message) if hides else 0.0
         for op in self.graph.ops:
             if op.kind == "parameter" and op.requires_grad:
                 layout = self.outcome.layout(self.graph.representative(op.name))
@@ -404,7 +412,7 @@ class _Blocks:
     def _exposed_s(self, blocks_of_rank: list[int]) -> float:
         """Return what shows of a rank's reductions: all, or what its last backward does not hide."""
         reduce_s, hidable_s, _ = (sum(each[at] for at in blocks_of_rank) for each in self._finish_s)
-        behind_s = sum(self.units[at].input_gradient_s for at in blocks_of_rank)
+        behind_s = sum(self.units[at].input_gradient_s + self.units[at].weight_gradient_s for at in blocks_of_rank)
         return reduce_s - min(hidable_s, behind_s)
 
     def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:

@@ -125,7 +125,9 @@ class Solving:
             require_splittable(graph, choices.of)
         options = wishes.apply(graph, trial.mesh, choices.of)
         in_float32 = self.options.reduce_dtype == "fp32"
-        return links, Builder(graph, options, links, self.optimizer, wishes.gathers, in_float32).build()
+        return links, Builder(
+            graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32
+        ).build()
 
     def links(self, trial: Trial) -> Links:
         """Return the prices of moving data on a trial's mesh."""

@@ -127,10 +127,10 @@ def _held_bytes(
     found: set[str] = set()
     for stage, program in staged.stages.items():
         takes = (*program.takes, *program.backward_takes, *program.weights_takes)
-        mine = {item.name for item in takes if item.kind == "start"} - found
+        mine = {*(item.name for item in takes if item.kind == "start"), *program.begin_takes} - found
         found |= mine
         buffers = held(program, staged.transfers)
-        static = float(buffers.gradients)
+        static = float(buffers.gradients + buffers.whole)
         if budget is not None and stage == min(staged.stages):
             static += budget.reserved_bytes
         for name in mine:

@@ -11,7 +11,7 @@ from autopar.api.tokens import by_tokens
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Placement, Shard
-from autopar.ir.plan import Gather, ParameterDecision
+from autopar.ir.plan import Gather, ParameterDecision, Reduce
 from autopar.ir.strategy import MeshStrategy
 from autopar.options import Constraint, PlanOptions
 from autopar.search.meshes import Candidate
@@ -73,6 +73,12 @@ class Wishes:
         if self.zero in {1, 2}:
             return frozenset({"once"})
         return frozenset({"per_phase"}) if self.zero == 3 else frozenset({"per_phase", "once"})
+
+    @property
+    def reductions(self) -> frozenset[Reduce]:
+        """Return when gradients of sharded parameters may be reduced: ZeRO 1 once a step, 2 in each micro-batch."""
+        known: dict[int | None, Reduce] = {1: "step", 2: "microbatch"}
+        return frozenset({known[self.zero]}) if self.zero in known else frozenset({"step", "microbatch"})
 
     def axes(self, candidate: Candidate) -> tuple[AxisSpec, ...]:
         """Return what the strategies are to offer along each axis of a candidate."""

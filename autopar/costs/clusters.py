@@ -29,6 +29,9 @@ class Cluster:
     once: list[bool] = field(default_factory=list)
     """For a parameter: whether option `k` keeps the copy gathered in forward for backward."""
 
+    early: list[bool] = field(default_factory=list)
+    """For a parameter: whether option `k` brings each micro-batch's gradient to its place, not only their sum."""
+
     def strategy(self, member: str, option: int) -> MeshStrategy:
         """Return the strategy of a member under an option."""
         return self.options[option][self.index[member]]

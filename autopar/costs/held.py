@@ -35,6 +35,13 @@ def held_memory(outcome: Outcome) -> Memory:
             if op.kind == "parameter" and op.requires_grad:
                 optimizer += state_bytes(op, layout, sizes, outcome.optimizer)
     returned = gradients_of(graph)
+    # Sums over micro-batches of gradients that each of them reduces.
+    base = base_of(graph)
+    reduced = {
+        base[each.ref.op, each.ref.index][0]: outcome.layout(graph.representative(each.name))
+        for each in graph.outputs
+        if each.ref is not None and each.kind == "gradient" and outcome.reduces_early(graph.representative(each.name))
+    }
     for life in pricing.holdings.own_lives:
         rep = graph.representative(life.op)
         made_in = outcome.strategy(rep).outputs[life.index]
@@ -42,6 +49,8 @@ def held_memory(outcome: Outcome) -> Memory:
         if not life.first <= at <= last or (life.if_whole and is_term(made_in)):
             continue
         meta = graph.by_name[life.op].outputs[life.index]
+        if life.first == 0 and life.op in reduced:
+            made_in = reduced[life.op]
         held = local_bytes(meta, made_in, sizes) if meta is not None else 0.0
         if (life.op, life.index) in returned:
             gradients += held

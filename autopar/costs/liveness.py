@@ -38,6 +38,17 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """Bytes that go with the redistributed copies of one group at other times than the copies' own."""
+
+    bytes: Floats
+    """[source layouts, demanded layouts] of one instance; below zero where something is held less."""
+
+    lives: tuple[tuple[int, int, int], ...]
+    """Of each instance: where the copy is made, and the positions, both inclusive, from and to which it holds them."""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyLife:
     """When the redistributed copies of one group exist, and how large they are."""
 
@@ -48,11 +59,8 @@ class CopyLife:
     of_parameter: bool = False
     """Whether what is copied is a parameter: the same in all micro-batches."""
 
-    tail: Floats | None = None
-    """Likewise, held from the end of a life to the end of the program: what a gradient's reduction leaves behind."""
-
-    in_flight: Floats | None = None
-    """Likewise, held at the first moment only: what the making of the copies takes beside them."""
+    beside: tuple[Beside, ...] = ()
+    """What the copies, or their making, take or save apart from the copies themselves."""
 
     early: tuple[tuple[int, int], ...] = ()
     """The lives where the program issues gathers ahead by a rule of its own (`prefetched`); empty of other copies."""
@@ -74,14 +82,18 @@ def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
 
 
 @once_per_graph
+def _last_read(graph: Graph) -> dict[tuple[str, int], int]:
+    """Return the position of the last operator that reads each value, itself or a view of it."""
+    base = base_of(graph)
+    return {base[ref.op, ref.index]: position for position, op in enumerate(graph.ops) for ref in op.refs}
+
+
+@once_per_graph
 def lives(graph: Graph) -> list[Life]:
     """Return how long each value that owns memory lives; parameters and buffers are left out."""
     end = len(graph.ops)
     base = base_of(graph)
-    last: dict[tuple[str, int], int] = {}
-    for position, op in enumerate(graph.ops):
-        for ref in op.refs:
-            last[base[ref.op, ref.index]] = position
+    last = dict(_last_read(graph))
     for output in graph.outputs:
         if output.ref is not None:
             last[base[output.ref.op, output.ref.index]] = end
@@ -170,13 +182,22 @@ def gradient_indices(graph: Graph, op: Op) -> tuple[int, ...]:
 def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
     """Return how long values live in a step.
 
-    Gradients that add up over micro-batches are there from the start, and those of one micro-batch beside them until it
-    ends: they are added when all of it is computed.
+    Gradients that add up over micro-batches are there from the start, and beside them that of one micro-batch which is
+    being added.
     """
     if not accumulates:
         return lives(graph)
-    summed = gradients_of(graph)
-    return [*lives(graph), *(replace(each, first=0) for each in lives(graph) if (each.op, each.index) in summed)]
+    base = base_of(graph)
+    other = {base[o.ref.op, o.ref.index] for o in graph.outputs if o.ref is not None and o.kind != "gradient"}
+    summed, read = gradients_of(graph) - other, _last_read(graph)
+    found = []
+    for each in lives(graph):
+        key = (each.op, each.index)
+        if key in summed:
+            found += [replace(each, last=max(each.first, read.get(key, 0))), replace(each, first=0)]
+        else:
+            found.append(each)
+    return found
 
 
 def settled_behind(made: Sequence[tuple[int, float]], end: int) -> dict[int, int]:
@@ -363,10 +384,8 @@ class Holdings:
         groups: dict[int, Floats] = {}
         for number, copy in enumerate(self.copies):
             held = sum(first <= at <= last for first, last in self._lives_of(copy)) * copy.bytes
-            if copy.tail is not None:
-                held = held + sum(last < at for _, last in copy.lives) * copy.tail
-            if copy.in_flight is not None:
-                held = held + sum(first == at for first, _ in copy.lives) * copy.in_flight
+            for beside in copy.beside:
+                held = held + sum(first <= at <= last for _, first, last in beside.lives) * beside.bytes
             if held.any():
                 groups[number] = held
         return MemoryRow(at, self.reserved_bytes, nodes, groups)
@@ -398,13 +417,9 @@ class Holdings:
                 for first, last in self._lives_of(copy):
                     steps[first] += held
                     steps[last + 1] -= held
-            kept = sum(copy.tail[pair] for pair in pairs) if copy.tail is not None else 0.0
-            if kept:
-                for _, last in copy.lives:
-                    steps[last + 1] += kept
-            beside = sum(copy.in_flight[pair] for pair in pairs) if copy.in_flight is not None else 0.0
-            if beside:
-                for first, _ in copy.lives:
-                    steps[first] += beside
-                    steps[first + 1] -= beside
+            for beside in copy.beside:
+                held = sum(beside.bytes[pair] for pair in pairs)
+                for _, first, last in beside.lives if held else ():
+                    steps[first] += held
+                    steps[last + 1] -= held
         return np.cumsum(steps)[: len(self.graph.ops) + 1]

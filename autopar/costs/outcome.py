@@ -31,6 +31,7 @@ from autopar.ir.plan import (
     Memory,
     OperatorDecision,
     ParameterDecision,
+    Reduce,
     Schedule,
     Stage,
 )
@@ -85,6 +86,12 @@ class Outcome:
         node = self.pricing.home[rep]
         cluster = self.pricing.clusters[node]
         return bool(cluster.once) and cluster.once[self.options[node]]
+
+    def reduces_early(self, rep: str) -> bool:
+        """Return whether each micro-batch's gradient of a parameter is brought to its place, not only their sum."""
+        node = self.pricing.home[rep]
+        cluster = self.pricing.clusters[node]
+        return bool(cluster.early) and cluster.early[self.options[node]]
 
     def output_layout(self, name: str) -> Layout:
         """Return the layout of a user-visible output."""
@@ -157,8 +164,9 @@ class Outcome:
                 _, layout = parted(layout, self.microbatches)
             if any(isinstance(p, Shard) for p in layout) and rep in gathered:
                 gather = "once" if self.keeps_gather(rep) else "per_phase"
+            reduce: Reduce = "microbatch" if self.reduces_early(rep) else "step"
             for name in self.graph.aliases.get(op.target, (op.target,)):
-                yield name, ParameterDecision(placements=layout, gather=gather)
+                yield name, ParameterDecision(placements=layout, gather=gather, reduce=reduce)
 
     @property
     def gathers(self) -> bool:
@@ -282,7 +290,24 @@ class Outcome:
         """Return the seconds of a step: of the device, or of the host that drives it."""
         time = timing(self.pricing.table, self.options)
         device = self.links.cluster.device
-        return device.with_host_s(time.forward_s + time.backward_s, self.issued_operators) + time.optimizer_s
+        spent = device.with_host_s(time.forward_s + time.backward_s, self.issued_operators)
+        return spent - self._hidden_last_s + time.optimizer_s
+
+    @cached_property
+    def _hidden_last_s(self) -> float:
+        """Return what the last micro-batch's backward hides of reductions of sums, which the search counts as exposed.
+
+        A block's sum is complete when its backward is: those of the last block hide behind nothing.
+        """
+        if self.microbatches == 1 or self.links.flat_bytes:
+            return 0.0
+        summed = [each for each in self.messages() if each.finishes]
+        hidable = sum(self.links.hidable_s(each.message) for each in summed)
+        last = max((self.links.hidable_s(each.message) for each in summed), default=0.0)
+        backward = sum(
+            self.seconds(self.graph.representative(op.name)) for op in self.graph.ops if op.phase == "backward"
+        )
+        return min(hidable - last, backward)
 
     def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
         """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""
@@ -303,7 +328,7 @@ class Outcome:
             communication_bytes=sum(m.times * m.message.bytes for m in self.messages()),
             breakdown=Breakdown(
                 compute_s=compute,
-                exposed_communication_s=max(0.0, time.forward_s + time.backward_s - compute),
+                exposed_communication_s=max(0.0, time.forward_s + time.backward_s - self._hidden_last_s - compute),
                 bubble_s=0.0,
                 optimizer_s=time.optimizer_s,
             ),
@@ -367,10 +392,15 @@ def _label(op: Op) -> str:
 
 
 def _issued(outcome: Outcome) -> Iterator[Issued]:
+    done: set[Copy] = set()
+    yield from _issued_for_operators(outcome, done)
+    yield from _issued_for_outputs(outcome, done)
+
+
+def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
     graph, links = outcome.graph, outcome.links
     starts, ends = parameter_like(graph), gradient_like(graph)
     roots = roots_of(graph)
-    done: set[tuple[str, int, Layout, str]] = set()
     for op in graph.ops:
         rep = graph.representative(op.name)
         strategy = outcome.strategy(rep)
@@ -384,7 +414,8 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             behind = ref.op in starts or ref.op in ends
             moved = graph.by_name[ref.op].moved
             summed = bool(links.flat_bytes) and ref.op in ends and outcome.microbatches > 1
-            times = 1 if summed else outcome.microbatches
+            one = ref.op in roots and outcome.keeps_gather(roots[ref.op]) and outcome.microbatches > 1
+            times = 1 if summed or one else outcome.microbatches
             messages = links.route_messages(have, need, graph.meta(ref), flat=behind and bool(links.flat_bytes))
             whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts
             # A gradient that is cast once it is reduced; with micro-batches, its sum is what is reduced.
@@ -394,7 +425,7 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             readers = _readers(outcome, ref, need, key[3] or None) if backward else ()
             for message in messages:
                 yield Issued(
-                    message, op.phase, source, behind and not summed, op.name, times, summed,
+                    message, op.phase, source, behind and not summed and not one, op.name, times, summed,
                     mergeable=whole, tensor=moved, source=ref, copy=key, readers=readers,
                 )  # fmt: skip
         metas = tuple(graph.meta(ref) for ref in op.refs)
@@ -402,6 +433,10 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
             yield Issued(
                 message, op.phase, rep, False, op.name, outcome.microbatches, tensor=op.moved, readers=(op.name,)
             )
+
+
+def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
+    graph, links, ends = outcome.graph, outcome.links, gradient_like(outcome.graph)
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -420,14 +455,17 @@ def _issued(outcome: Outcome) -> Iterator[Issued]:
         flat = output.kind == "gradient" and bool(links.flat_bytes)
         messages = links.route_messages(have, need, graph.meta(output.ref), flat=flat)
         summed = output.kind == "gradient" and len(messages) == 1 and messages[0].op in REDUCTIONS
-        reduced = output.kind == "gradient"
+        of_parameter = output.kind == "gradient"
+        early = of_parameter and outcome.reduces_early(graph.representative(output.name))
+        reduced = of_parameter and not early
         times = 1 if reduced else outcome.microbatches
-        behind = (reduced or output.ref.op in ends) and not (reduced and outcome.microbatches > 1)
-        named = graph.by_name[output.name] if reduced else graph.by_name[output.ref.op]
+        behind = (of_parameter or output.ref.op in ends) and not (reduced and outcome.microbatches > 1)
+        named = graph.by_name[output.name] if of_parameter else graph.by_name[output.ref.op]
         for message in messages:
             yield Issued(
                 message, phase, source, behind, output.ref.op, times, reduced,
-                mergeable=summed and output.ref.op in ends, tensor=named.moved, source=output.ref, copy=key,
+                mergeable=summed and output.ref.op in ends and not early, tensor=named.moved, source=output.ref,
+                copy=key, readers=(output.ref.op,) if early else (),
             )  # fmt: skip
 
 

@@ -36,6 +36,30 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """What is sharded along the ranks that split the batch."""
+
+    state: bool
+    """Parameters at rest and the optimizer's state; parameters are gathered once a step."""
+
+    parameters: bool
+    """Parameters are gathered in each phase of each micro-batch."""
+
+    gradients: bool
+    """Each micro-batch's gradients are scattered, and their sums held so."""
+
+
+EARLY = Sharding(state=True, parameters=True, gradients=True)
+_SHARDINGS = (
+    Sharding(state=False, parameters=False, gradients=False),
+    Sharding(state=True, parameters=False, gradients=False),
+    Sharding(state=True, parameters=True, gradients=False),
+    EARLY,
+)
+"""From what communicates least to what holds least."""
+
+
+@dataclass(frozen=True)
 class Rough:
     """Sizes of a whole program on one device."""
 
@@ -117,26 +141,28 @@ class Rough:
         """Return which share of the work the busiest of `depth` stages has at least: 60 of 96 layers, two of them."""
         return busiest_share(self._unit_works, depth)
 
-    def least_bytes(self, shape: Shape, *, whole_parameters: bool = False) -> float:
+    def least_bytes(self, shape: Shape, sharding: Sharding = EARLY) -> float:
         """Return about what the first or last pipeline rank holds if all that can be split is, in even stages."""
-        shards = 1 if whole_parameters else shape.shards
-        first = self._held(shape, min(shape.depth, shape.microbatches), shards)
-        if shape.microbatches > 1:  # a micro-batch's gradients are added when all of it is computed
-            first = max(first, self._held(shape, 0, shards) + self._gradient_bytes / (shape.depth * shape.width))
+        first = self._held(shape, min(shape.depth, shape.microbatches), sharding)
         passing = self._passing_bytes / (shape.microbatches * shape.replicas * shape.width)
-        return max(first, self._held(shape, 1, shards) + passing)
+        return max(first, self._held(shape, 1, sharding) + passing)
 
     def fits(self, shape: Shape, budget_bytes: float) -> bool:
         """Return whether some layouts and cut may fit: false is proven, by what the average rank holds."""
-        return self._held(shape, 1, shape.shards) <= budget_bytes
+        return self._held(shape, 1, EARLY) <= budget_bytes
 
-    def _held(self, shape: Shape, in_flight: int, shards: int) -> float:
+    def _held(self, shape: Shape, in_flight: int, sharding: Sharding) -> float:
         own = shape.depth * shape.width
+        shards = shape.shards if sharding.state else 1
         static = (self._parameter_bytes + self._state_bytes) / (own * shards)
-        # Sums over micro-batches are whole until the last one's; without, gradients come when what was saved has gone.
-        static += self._gradient_bytes / own if shape.microbatches > 1 else 0.0
+        if sharding.state and not sharding.parameters:
+            static += (self._cast_bytes or self._parameter_bytes) / own
+        # Without micro-batches, gradients come when what was saved has gone.
+        sums = self._gradient_bytes / (own * (shape.shards if sharding.gradients else 1))
+        static += sums if shape.microbatches > 1 else 0.0
         parts = shape.microbatches * shape.replicas * shape.width * shape.depth
-        casts = self._cast_bytes * in_flight / (shape.depth * shape.width * shards)
+        kept = sharding.state and not sharding.parameters  # what is gathered once is cast once
+        casts = 0.0 if kept else self._cast_bytes * in_flight / (own * shards)
         return static + casts + self._saved_bytes * in_flight / parts + float(self.cluster.device.reserved_bytes)
 
     def share_over(self, shape: Shape, least: Rough, budget_bytes: float) -> float:
@@ -156,14 +182,18 @@ class Rough:
             return inf
         links = Links(self.cluster, (shape.depth, shape.replicas, shape.width))
         own = shape.depth * shape.width
+        sharding = next(each for each in _SHARDINGS if self.least_bytes(shape, each) <= budget_bytes)
         reduce_s = links.message_s(Message("all_reduce", 1, round(self._gradient_bytes / own)))
-        gather_s = 0.0
-        if self.least_bytes(shape, whole_parameters=True) > budget_bytes:
+        behind_s = 0.0
+        if sharding.parameters:
             once = links.message_s(Message("all_gather", 1, round(self._parameter_bytes / own)))
-            gather_s = 2.0 * shape.microbatches * once
+            behind_s = 2.0 * shape.microbatches * once
+        if sharding.gradients:
+            once = links.message_s(Message("reduce_scatter", 1, round(self._gradient_bytes / own)))
+            behind_s, reduce_s = behind_s + shape.microbatches * once, 0.0
         busy = shape.microbatches * microbatch_s * self.busiest_share(shape.depth)
         bubble = microbatch_s * (shape.depth - 1) / shape.depth
-        return max(busy, gather_s) + bubble + reduce_s
+        return max(busy, behind_s) + bubble + reduce_s
 
 
 @lru_cache

@@ -111,6 +111,9 @@ class StageHoldings:
             found.append((first, last, self.split.rank_of[stage], beside))
         return found
 
+    def _rank_of(self, place: int) -> int:
+        return int(self._rank_at[min(place, len(self.whole.graph.ops) - 1)])
+
     def row(self, at: int) -> MemoryRow:
         """Return what the rank that runs the operator at position `at` holds then."""
         rank = int(self._rank_at[at])
@@ -127,13 +130,17 @@ class StageHoldings:
             nodes[node] = nodes[node] + held if node in nodes else held
         groups: dict[int, Floats] = {}
         for number, copy in enumerate(self.whole.copies):
-            if not copy.bytes.any():
-                continue
-            now = sum(
-                (first <= at <= last) + beside for first, last, own, beside in self._copy_lives(copy) if own == rank
-            )
-            if now:
-                groups[number] = now * copy.bytes
+            held = np.zeros_like(copy.bytes)
+            if copy.bytes.any():
+                held = copy.bytes * sum(
+                    (first <= at <= last) + beside for first, last, own, beside in self._copy_lives(copy) if own == rank
+                )
+            for more in copy.beside:
+                held = held + more.bytes * sum(
+                    first <= at <= last for place, first, last in more.lives if self._rank_of(place) == rank
+                )
+            if held.any():
+                groups[number] = held
         return MemoryRow(at, self.whole.reserved_bytes, nodes, groups)
 
     def curve(self, options: Sequence[int], copies: Sequence[set[tuple[int, int]]]) -> Floats:
@@ -157,11 +164,14 @@ class StageHoldings:
                 own[holder, 0] += beside * size[rep]
         for copy, pairs in zip(whole.copies, copies, strict=True):
             held = sum(copy.bytes[pair] for pair in pairs)
-            if not held:
-                continue
-            for first, last, rank, beside in self._copy_lives(copy):
+            for first, last, rank, beside in self._copy_lives(copy) if held else ():
                 own[rank, first] += held
                 own[rank, last + 1] -= held
                 own[rank, 0] += beside * held
+            for more in copy.beside:
+                held = sum(more.bytes[pair] for pair in pairs)
+                for place, first, last in more.lives if held else ():
+                    own[self._rank_of(place), first] += held
+                    own[self._rank_of(place), last + 1] -= held
         now = np.cumsum(shared)[: count + 1] + np.cumsum(own, axis=1)[self._rank_at, np.arange(count + 1)]
         return np.asarray(now, dtype=np.float64)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from autopar.costs import operators
 from autopar.costs.clusters import Cluster, build
+from autopar.costs.copies import Copies
 from autopar.costs.fusion import fused_traffic
 from autopar.costs.links import UNREACHABLE, Links
 from autopar.costs.liveness import (
@@ -23,22 +24,18 @@ from autopar.costs.liveness import (
     Holdings,
     base_of,
     gradient_indices,
-    gradients_of,
     is_term,
-    local_bytes,
     prefetched,
-    settled_at,
 )
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
 from autopar.costs.stage_memory import Split, StageHoldings
-from autopar.costs.workspaces import gather_bytes, workspace_bytes
+from autopar.costs.workspaces import workspace_bytes
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.microbatches import parted
 from autopar.ir.placement import Layout, Replicate, Shard, is_at_rest
-from autopar.ir.plan import Gather
-from autopar.ir.reshard import Step, route
+from autopar.ir.plan import Gather, Reduce
 from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import CostTable, Demand, Floats, Group, Node
@@ -76,6 +73,9 @@ class Builder:
     gathers: frozenset[Gather] = frozenset({"per_phase", "once"})
     """How parameters sharded at rest may be gathered."""
 
+    reductions: frozenset[Reduce] = frozenset({"step", "microbatch"})
+    """When the gradients of parameters sharded at rest may be brought to their place."""
+
     sums_in_float32: bool = False
     """Whether gradients of 16 bits are cast to their float32 parameter's type before they are summed over ranks."""
 
@@ -93,11 +93,11 @@ class Builder:
         self.clusters, self.home = build(graph, self.choices)
         self._parameters = parameter_like(graph)
         self._base = {name: base for (name, index), (base, _) in base_of(graph).items() if index == 0}
-        self._offer_kept_gathers()
+        self._microbatches = prod(self.links.sizes[: self.links.time_axes])
+        self._offer_ways()
         instances: dict[str, list[Op]] = {}
         for op in graph.ops:
             instances.setdefault(graph.representative(op.name), []).append(op)
-        self._microbatches = prod(self.links.sizes[: self.links.time_axes])
         nodes = [self._node(cluster, instances) for cluster in self.clusters]
         self._add_sinks(nodes)
         groups, copies = self._groups(nodes)
@@ -129,16 +129,26 @@ class Builder:
                     found[member] = held
         return found
 
-    def _offer_kept_gathers(self) -> None:
-        """Give each sharded option of a parameter a twin that keeps its gathered copies for backward."""
+    def _offer_ways(self) -> None:
+        """Give each sharded option of a parameter twins: it keeps its gathered copies, or its gradients come early.
+
+        Who keeps what it gathers has room for whole gradients, and so is offered both only where it is to.
+        """
         for cluster in self.clusters:
-            if self.graph.by_name[cluster.members[0]].kind != "parameter":
+            op = self.graph.by_name[cluster.members[0]]
+            if op.kind != "parameter":
                 continue
             sharded = [o for o in cluster.options if any(isinstance(p, Shard) for p in o[0].outputs[0] or ())]
             whole = [option for option in cluster.options if option not in sharded]
-            ways = [way for way in ("per_phase", "once") if way in self.gathers]
+            once = [way == "once" for way in ("per_phase", "once") if way in self.gathers]
+            early = [way == "microbatch" for way in ("step", "microbatch") if way in self.reductions]
+            if self._microbatches == 1 or self.links.flat_bytes or not op.requires_grad:
+                early = [False]
+            both = len(early) == 1 or len(once) == 1
+            ways = [(kept, now) for now in early for kept in once if both or not (kept and now)]
             cluster.options = [*whole, *(sharded * len(ways))]
-            cluster.once = [False] * len(whole) + [way == "once" for way in ways for _ in sharded]
+            cluster.once = [False] * len(whole) + [kept for kept, _ in ways for _ in sharded]
+            cluster.early = [False] * len(whole) + [now for _, now in ways for _ in sharded]
 
     def _node(self, cluster: Cluster, instances: Mapping[str, Sequence[Op]]) -> Node:
         total: Floats = np.zeros((len(cluster.options), self.segments.total))
@@ -260,56 +270,76 @@ class Builder:
         made = [cluster.strategy(sharing.producer, k).outputs[sharing.index] for k in range(len(cluster.options))]
         sources = list(dict.fromkeys(layout for layout in made if layout is not None))
         layout = np.array([sources.index(each) if each is not None else 0 for each in made], dtype=np.int64)
-        needs = [self._demand(reader) for reader in sharing.readers]
-        wanted = list(dict.fromkeys(each for _, layouts in needs for each in layouts))
-        demands: dict[tuple[int, bytes], Demand] = {}
-        for node, layouts in needs:
-            column = np.array([wanted.index(each) for each in layouts], dtype=np.int64)
-            demands.setdefault((node, column.tobytes()), Demand(node, column))
-        flat = sharing.category != "critical" and bool(self.links.flat_bytes)
-        price = np.array([[self.links.route_s(a, b, meta, flat=flat) for b in wanted] for a in sources])
-        if self._is_cast_up(sharing, meta):
-            price[self._in_other_type(sources, wanted)] = UNREACHABLE
-        # Gradients of micro-batches are added up before they are reduced: nothing is left to hide behind.
-        apart = sharing.category == "reduction" and self._microbatches > 1 and not self.links.hides_reductions
-        alone = sharing.category == "critical" or apart
-        times = 1 if sharing.category == "reduction" else self._microbatches
-        hidden = np.where(np.isfinite(price), 0.0, price)
-        if not alone:
-            hidden = np.array(
-                [[self.links.route_s(a, b, meta, hidable=True, flat=flat) for b in wanted] for a in sources]
-            )
-        held = np.array([[0.0 if a == b else local_bytes(meta, b, self.links.sizes) for b in wanted] for a in sources])
-        producer = self.graph.by_name[sharing.producer]
-        routes = [[self._route(a, b, meta) for b in wanted] for a in sources]
-        in_flight = np.array(
-            [[gather_bytes(self.graph, producer, each, meta, self.links.sizes) for each in row] for row in routes]
-        )
-        tail = None
-        if sharing.category == "reduction" and self._microbatches == 1:
-            held, tail = self._scattered(sources, wanted, meta, held)
-            if self._base[sharing.producer] not in {name for name, _ in gradients_of(self.graph)}:
-                # What is cast once it is reduced: its cast stays, and itself until then.
-                held = held + np.array(
-                    [[local_bytes(meta, a, self.links.sizes) * (a != b) for b in wanted] for a in sources]
-                )
-                tail = None
-            until = settled_at(self.graph)
-            places = [self.graph.ops[first].name for first, _ in lives]
-            lives = [
-                (first, max(last, until.get(self._base[name], last)))
-                for (first, last), name in zip(lives, places, strict=True)
-            ]
+        demands, ways = self._needs(sharing)
+        wanted, inside = [each for each, _ in ways], np.array([each for _, each in ways])
+        copies = Copies(self.graph, self.links, sharing.producer, meta, sources, wanted, tuple(lives))
+        # What is gathered once is there for all micro-batches.
+        kept = starts and sharing.phase == "both" and self._microbatches > 1
+        price, hidden = self._prices(sharing, copies, inside, kept=kept)
+        copy = self._held(sharing, copies, inside, kept=kept, alone=len(demands) == 1)
+        copy = replace(copy, of_parameter=starts)
         if once.any():
-            kept = sharing.phase == "both"
-            price, hidden, held, in_flight = (
-                _by_gather(each, paid_if_kept=kept) for each in (price, hidden, held, in_flight)
-            )
+            paid = sharing.phase == "both"
+            price, hidden = _by_gather(price, paid_if_kept=paid), _by_gather(hidden, paid_if_kept=paid)
+            beside = tuple(replace(each, bytes=_by_gather(each.bytes, paid_if_kept=paid)) for each in copy.beside)
+            copy = replace(copy, bytes=_by_gather(copy.bytes, paid_if_kept=paid), beside=beside)
             layout = layout + len(sources) * once
-        copy = CopyLife(tuple(lives), held, starts, tail, in_flight if in_flight.any() else None)
+        times = 1 if sharing.category == "reduction" or kept else self._microbatches
         name = f"{sharing.producer}.{sharing.index}.{sharing.phase}"
-        group = Group(name, source, layout, tuple(demands.values()), price, hidden, sharing.category, times * counts)
+        group = Group(name, source, layout, demands, price, hidden, sharing.category, times * counts)
         return [(each, copy) for each in self._drop_own(nodes, group)]
+
+    def _needs(self, sharing: Sharing) -> tuple[tuple[Demand, ...], list[tuple[Layout, bool]]]:
+        """Return what readers demand, and the ways to have it: a layout, and if each micro-batch reduces its own."""
+        needs = []
+        for reader in sharing.readers:
+            node, demanded = self._demand(reader)
+            needs.append((node, list(zip(demanded, self._inside(sharing, reader, len(demanded)), strict=True))))
+        ways = list(dict.fromkeys(each for _, pairs in needs for each in pairs))
+        demands: dict[tuple[int, bytes], Demand] = {}
+        for node, pairs in needs:
+            column = np.array([ways.index(each) for each in pairs], dtype=np.int64)
+            demands.setdefault((node, column.tobytes()), Demand(node, column))
+        return tuple(demands.values()), ways
+
+    def _prices(
+        self, sharing: Sharing, copies: Copies, inside: npt.NDArray[np.bool_], *, kept: bool
+    ) -> tuple[Floats, Floats]:
+        """Return [source layouts, demanded layouts] the seconds of a redistribution, and what can hide of them."""
+        flat, meta = sharing.category != "critical" and bool(self.links.flat_bytes), copies.meta
+        price = copies.table(lambda a, b: self.links.route_s(a, b, meta, flat=flat))
+        if self._is_cast_up(sharing, meta):
+            price[self._in_other_type(copies.sources, copies.wanted)] = UNREACHABLE
+        hidden = np.where(np.isfinite(price), 0.0, price)
+        # Sums of micro-batches' gradients are reduced when all are computed: nothing is left to hide behind.
+        apart = sharing.category == "reduction" and self._microbatches > 1 and not self.links.hides_reductions
+        if sharing.category != "critical" and not kept and not (apart and not inside.any()):
+            behind = copies.table(lambda a, b: self.links.route_s(a, b, meta, hidable=True, flat=flat))
+            hidden = np.where(inside, behind, hidden) if apart else behind
+        times = np.where(inside, self._microbatches, 1)
+        return price * times, hidden * times
+
+    def _held(
+        self, sharing: Sharing, copies: Copies, inside: npt.NDArray[np.bool_], *, kept: bool, alone: bool
+    ) -> CopyLife:
+        """Return what the copies of one value hold, and when."""
+        if kept:
+            return copies.kept
+        if sharing.category == "reduction" and self._microbatches == 1:
+            return copies.reduced
+        return copies.early(inside, alone=alone) if inside.any() else copies.plain
+
+    def _inside(self, sharing: Sharing, reader: Reader, options: int) -> list[bool]:
+        """Return, by option of a reader, whether it reads a gradient's reduction made in each micro-batch.
+
+        What is read on the way to a gradient is; the gradient itself where its parameter's option says so.
+        """
+        if sharing.category != "reduction" or self._microbatches == 1 or self.links.flat_bytes:
+            return [False] * options
+        kind, _, name = reader.op.partition(":")
+        if kind != "gradient" or not name:
+            return [True] * options
+        return self.clusters[self.home[name]].early or [False] * options
 
     def _is_cast_up(self, sharing: Sharing, meta: TensorMeta) -> bool:
         """Return whether what a group moves is a gradient of 16 bits that is cast to its parameter's larger type."""
@@ -322,38 +352,13 @@ class Builder:
     def _in_other_type(self, sources: Sequence[Layout], wanted: Sequence[Layout]) -> npt.NDArray[np.bool_]:
         """Return which redistributions of a gradient that is then cast up are not to be.
 
-        Sums over micro-batches are float32 always: many terms in 16 bits lose what the parameter could take up.
+        Sums over micro-batches are float32 always: many terms in 16 bits lose what the parameter could take up. What
+        is reduced in each micro-batch, before it is cast and added to them, need not be.
         """
-        later = self.sums_in_float32 or self._microbatches > 1
-        return np.array([[is_term(a) and (a != b if later else is_term(b)) for b in wanted] for a in sources])
-
-    def _route(self, before: Layout, after: Layout, meta: TensorMeta) -> tuple[Step, ...]:
-        """Return the steps from one layout to another, none if no steps lead there."""
-        if before == after or not np.isfinite(self.links.route_s(before, after, meta)):
-            return ()
-        return route(before, after, meta.shape, self.links.sizes, self.links.time_axes)
-
-    def _scattered(
-        self, sources: Sequence[Layout], wanted: Sequence[Layout], meta: TensorMeta, held: Floats
-    ) -> tuple[Floats, Floats]:
-        """Return what redistributed gradients hold until they are waited for, and from then on.
-
-        A sum over ranks is made in place. Of a scattered one the own part stays; on a CPU the terms of all other ranks
-        are received beside it, and added up after the wait.
-        """
-        tail = np.zeros_like(held)
-        exchanged = self.links.cluster.device.kind == "cpu"
-        for i, have in enumerate(sources):
-            for j, want in enumerate(wanted):
-                if have == want or not np.isfinite(self.links.route_s(have, want, meta)):
-                    continue
-                ops = {message.op for message in self.links.route_messages(have, want, meta)}
-                tail[i, j] = local_bytes(meta, want, self.links.sizes)
-                if "reduce_scatter" in ops:
-                    held[i, j] = local_bytes(meta, have if exchanged else want, self.links.sizes)
-                elif ops == {"all_reduce"}:
-                    held[i, j] = 0.0
-        return held, tail
+        if self.sums_in_float32 or (self._microbatches > 1 and self.links.flat_bytes):
+            return np.array([[is_term(a) and a != b for b in wanted] for a in sources])
+        either = self._microbatches > 1
+        return np.array([[not either and is_term(a) and is_term(b) for b in wanted] for a in sources])
 
     def _drop_own(self, nodes: list[Node], group: Group) -> list[Group]:
         """Fold demands of the source's own node into its seconds; return the group if anything remains of it."""

@@ -19,12 +19,17 @@ Gather = Literal["none", "per_phase", "once"]
 """When a parameter sharded at rest is made whole: never; in forward and again in backward; once, kept for backward."""
 
 
+Reduce = Literal["step", "microbatch"]
+"""When gradients are brought to their parameter's place: summed over the step's micro-batches; each micro-batch's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterDecision:
     """Where a parameter (or buffer) lives at rest; its gradient and optimizer state live there too."""
 
     placements: Layout
     gather: Gather = "none"
+    reduce: Reduce = "step"
     stage: int = 0
 
 

@@ -80,7 +80,8 @@ def _parameters(before: Plan, after: Plan) -> Iterator[Difference]:
         if found is None:
             return _ABSENT
         gather = "" if found.gather == "none" else f", gathered {found.gather}"
-        return f"{layout_text(found.placements)}{gather}"
+        early = ", reduced each microbatch" if found.reduce == "microbatch" else ""
+        return f"{layout_text(found.placements)}{gather}{early}"
 
     yield from _named("parameter", before.decisions.parameters, after.decisions.parameters, before, after, show)
 

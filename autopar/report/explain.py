@@ -78,6 +78,10 @@ def _parameter(plan: Plan, name: str) -> Iterator[str]:
         "per_phase": "gathered for the forward pass and again for the backward pass",
         "once": "gathered once, kept until the backward pass",
     }
+    if plan.decisions.schedule.num_microbatches > 1:
+        gather["once"] = "gathered once a step, kept for all micro-batches"
+        reduced = {"step": "their sum over micro-batches", "microbatch": "each micro-batch's"}
+        yield f"  of its gradients, {reduced[decision.reduce]} is brought to where it lies"
     yield f"  {gather[decision.gather]}; stage {decision.stage}"
     for meta in (each.output for each in plan.decisions.operators.values() if each.target == name and each.output):
         local = local_shape(meta.shape, decision.placements, plan.decisions.mesh.sizes)

@@ -26,6 +26,9 @@ class Held:
     gradients: int
     """The sums over micro-batches, as they are before their reduction."""
 
+    whole: int = 0
+    """Parameters that are gathered once a step."""
+
 
 def held(program: StageProgram, transfers: Iterable[Transfer]) -> Held:
     """Return what a stage holds; memory that several values share counts once, that of parameters and inputs not."""
@@ -43,6 +46,7 @@ def held(program: StageProgram, transfers: Iterable[Transfer]) -> Held:
         activations=_sum(memory, _values(program.backward_takes) | later - _values(program.backward_gives)),
         kept=_sum(memory, later),
         gradients=sum(_nbytes(node) for node in _placeholders(program.finish)),
+        whole=0 if program.begin is None else sum(_nbytes(node) for node in _results(program.begin)),
     )
 
 
@@ -71,6 +75,11 @@ def _made(
 
 def _sum(memory: Mapping[str, tuple[str, int]], read: Collection[str]) -> int:
     return sum(dict(memory[name] for name in read if name in memory).values())
+
+
+def _results(gm: fx.GraphModule) -> list[fx.Node]:
+    (output,) = gm.graph.find_nodes(op="output")
+    return list(output.args[0])
 
 
 def _placeholders(gm: fx.GraphModule | None) -> list[fx.Node]:

@@ -155,9 +155,14 @@ def is_move(node: fx.Node) -> bool:
     return node.op == "call_function" and role(node) != "operator" and len(node.all_input_nodes) == 1
 
 
-def shared_nodes(gm: fx.GraphModule, graph: Graph, pinned: Collection[str]) -> set[fx.Node]:
-    """Return the nodes that every stage which reads them makes for itself; not what depends on the buffers `pinned`."""
-    kinds = {op.name: op.kind for op in graph.ops}
+def shared_nodes(
+    gm: fx.GraphModule, graph: Graph, pinned: Collection[str], whole: Collection[str] = ()
+) -> set[fx.Node]:
+    """Return the nodes that every stage which reads them makes for itself; not what depends on the buffers `pinned`.
+
+    Placeholders `whole` take parameters, too: made whole before the first micro-batch.
+    """
+    kinds: dict[str, str] = {**{op.name: op.kind for op in graph.ops}, **dict.fromkeys(whole, "parameter")}
     parameters: set[fx.Node] = set()
     plain: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -169,14 +174,15 @@ def shared_nodes(gm: fx.GraphModule, graph: Graph, pinned: Collection[str]) -> s
             plain.add(node)
         elif node.op == "call_function":
             inputs = node.all_input_nodes
-            if len(inputs) == 1 and inputs[0] in parameters and _only_renames(node):
+            if len(inputs) == 1 and inputs[0] in parameters and only_renames(node):
                 parameters.add(node)
             elif all(each in plain for each in inputs) and is_light(node):
                 plain.add(node)
     return parameters | plain
 
 
-def _only_renames(node: fx.Node) -> bool:
+def only_renames(node: fx.Node) -> bool:
+    """Return whether a node that reads one value only views, casts or moves it."""
     return is_move(node) or is_plain_view(node) or node.target in _CASTS
 
 

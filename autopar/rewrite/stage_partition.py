@@ -28,6 +28,8 @@ from autopar.rewrite.marks import mark
 from autopar.rewrite.partition import ancestors, crossing_values, early_cuts, is_forward, own_memory
 from autopar.rewrite.passes import run_passes
 from autopar.rewrite.programs import LAST
+from autopar.rewrite.schedule import SettleScatters
+from autopar.rewrite.stage_begin import hoisted
 from autopar.rewrite.stage_gradients import Gradient, finish_program, split_terms
 from autopar.rewrite.stage_homes import Home, Homes, is_dense, shared_nodes
 from autopar.rewrite.stage_parcels import Parcel, copied_like
@@ -112,6 +114,7 @@ class _Cut:
     """What the program returns, by kind and name."""
 
     def __post_init__(self) -> None:
+        self.begun = hoisted(self.gm, self.graph, self.decisions)
         self.count = max(self.stage_of.values(), default=0) + 1
         output = next(iter(self.gm.graph.find_nodes(op="output")))
         self.results = {"output": {}, "mutation": {}, "gradient": {}}
@@ -129,12 +132,16 @@ class _Cut:
         self.holders = self._holders()
 
     def _gradients(self) -> list[Gradient]:
-        """Return all gradients; those of inputs are brought to their place in backward, a micro-batch's rows a time."""
+        """Return all gradients.
+
+        Those of inputs are brought to their place in backward, a micro-batch's rows a time; those of parameters where
+        the plan reduces them in each micro-batch.
+        """
         found = []
         for name, node in self.results["gradient"].items():
             op = self.graph.by_name[name]
-            of_parameter = op.kind == "parameter"
-            found.append(Gradient.of(name, op.target, node) if of_parameter else Gradient(name, op.target, node, ()))
+            late = op.kind == "parameter" and self.decisions.parameters[op.target].reduce == "step"
+            found.append(Gradient.of(name, op.target, node) if late else Gradient(name, op.target, node, ()))
         return found
 
     @property
@@ -169,7 +176,7 @@ class _Cut:
         """Return what stages make for themselves, and the buffers whose new value they cannot."""
         pinned: set[str] = set()
         while True:
-            shared = shared_nodes(self.gm, self.graph, pinned)
+            shared = shared_nodes(self.gm, self.graph, pinned, self.begun.made)
             more = {name for name, node in self.results["mutation"].items() if node not in shared} - pinned
             if not more:
                 return shared, pinned
@@ -217,7 +224,7 @@ class _Cut:
         found: dict[str, set[int]] = {name: set(terms) for name, terms in self.terms.items()}
         for home, program in self.traffic.programs.items():
             for node in program.starts:
-                found.setdefault(node.name, set()).add(home.stage)
+                found.setdefault(self.begun.parameter_of.get(node.name, node.name), set()).add(home.stage)
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
     def programs(self, stages: Collection[int]) -> StagedPrograms:
@@ -269,8 +276,14 @@ class _Cut:
         finish = None
         if summed or zeros:
             finish = finish_program(self.gm, summed, zeros, self.decisions.buckets, self.device)
+        builders = [each for each in (forward, backward, weights) if each is not None]
+        starts = {item.name for each in builders for item in each.takes if item.kind == "start"}
+        begin, begin_takes, begin_gives = self.begun.program(starts)
         return StageProgram(
             stage=stage,
+            begin=begin,
+            begin_takes=begin_takes,
+            begin_gives=begin_gives,
             forward=forward.build(),
             takes=tuple(forward.takes),
             gives=tuple(forward.gives),
@@ -357,7 +370,7 @@ class _Builder:
         self.graph.eliminate_dead_code()
         made = fx.GraphModule(self._cut.gm, self.graph)
         self.graph.lint()
-        run_passes(made, (*PHASE, *LAST))
+        run_passes(made, (*PHASE, SettleScatters(), *LAST))
         return made
 
 

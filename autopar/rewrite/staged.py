@@ -55,7 +55,7 @@ class Tie:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProgram:
-    """One rank's share of one stage: programs run in this order, all but `finish` once a micro-batch."""
+    """One rank's share of one stage: programs run in this order, all but `begin` and `finish` once a micro-batch."""
 
     stage: int
     forward: fx.GraphModule
@@ -71,6 +71,13 @@ class StageProgram:
 
     backward_gives: tuple[Item, ...] = ()
     """`value` to send, and `gradient`: the term of one micro-batch, in memory of its own, not yet reduced."""
+
+    begin: fx.GraphModule | None = None
+    """Once a step, before the first micro-batch: parameters to what is gathered of them for all micro-batches."""
+
+    begin_takes: tuple[str, ...] = ()
+    begin_gives: tuple[str, ...] = ()
+    """Names under which the other programs take what it makes, as `start`."""
 
     weights: fx.GraphModule | None = None
     """Where backward is split: the rest of it, which no other stage waits for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,8 +32,17 @@ Ranges = Callable[[str], AbstractContextManager[Any]]
 """Makes the context in which something named runs: a profiler's range."""
 
 
+Taken = Mapping[int, Callable[[torch.Tensor], None]]
+"""Who takes a result as soon as it is made, by its place among the results; the program then returns `None` for it."""
+
+
 def compile_graph(
-    gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool, ranges: Ranges | None = None
+    gm: fx.GraphModule,
+    groups: Mapping[str, str],
+    *,
+    boxed: bool,
+    ranges: Ranges | None = None,
+    taken: Taken | None = None,
 ) -> Compiled:
     """Return a function of the graph's placeholders (boxed: of one list of them, which it empties).
 
@@ -45,12 +54,18 @@ def compile_graph(
     ranged = _Ranged(source, ranges)
     collectives: dict[int, str] = {}
     names = [source.name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    last = _last_uses(gm.graph)
+    (output,) = gm.graph.find_nodes(op="output")
+    results = tuple(None if at in (taken or {}) else each for at, each in enumerate(output.args[0]))
+    handed: dict[fx.Node, list[str]] = {}
+    for at, take in (taken or {}).items():
+        if isinstance(output.args[0][at], fx.Node):
+            handed.setdefault(output.args[0][at], []).append(source.constant(take))
+    last = _last_uses(gm.graph, {each for each in results if isinstance(each, fx.Node)})
     body = [f"    {', '.join(names)}, = args", "    args.clear()"] if boxed and names else []
     for node in gm.graph.nodes:
         if node.op == "output":
             body += ranged.end()
-            body.append(f"    return {source.text(tuple(node.args[0]))}")
+            body.append(f"    return {source.text(results)}")
         elif node.op == "get_attr":
             body.append(f"    {source.name(node)} = {source.constant(_attribute(gm, str(node.target)))}")
         elif node.op == "call_function":
@@ -58,6 +73,7 @@ def compile_graph(
             body.append(f"    {source.name(node)} = {source.call(node)}")
             if "collective" in node.meta:
                 collectives[len(body) + 1] = node.meta["collective"]  # the head is line 1
+        body += [f"    {take}({source.name(node)})" for take in handed.get(node, ())]
         dropped = [source.name(each) for each in last.get(node, ()) if node.op != "output"]
         if dropped:
             body.append(f"    del {', '.join(dropped)}")
@@ -69,8 +85,13 @@ def compile_graph(
     return program
 
 
-def inductor_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool) -> Compiled:
-    """Return what `compile_graph` does, its operators fused by Inductor at the first call."""
+def inductor_graph(
+    gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool, taken: Taken | None = None
+) -> Compiled:
+    """Return what `compile_graph` does, its operators fused by Inductor at the first call.
+
+    What is `taken` is taken when the whole program has run.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
@@ -85,7 +106,11 @@ def inductor_graph(gm: fx.GraphModule, groups: Mapping[str, str], *, boxed: bool
     def empty_and_run(args: list[Any]) -> Sequence[Any]:
         given = tuple(args)
         args.clear()
-        return fused(*given)
+        found = list(fused(*given))
+        for at, take in (taken or {}).items():
+            take(found[at])
+            found[at] = None
+        return found
 
     return empty_and_run
 
@@ -168,12 +193,12 @@ def with_groups(node: fx.Node, groups: Mapping[str, str]) -> tuple[Any, ...]:
     )
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def _last_uses(graph: fx.Graph, returned: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Return, for each node, the values that nobody reads after it, unread ones after their own."""
-    seen: set[fx.Node] = set()
+    seen: set[fx.Node] = set(returned)
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        for each in (*node.all_input_nodes, node):
+        for each in (*node.all_input_nodes, node) if node.op != "output" else ():
             if each not in seen and each.op != "output":
                 seen.add(each)
                 if each is not node or node.op != "placeholder":

@@ -7,7 +7,7 @@ gradients by the tangent that arrives and hands them over. So the user's loop is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from autopar.runtime.pipeline_step import Input, Sources, Step, Tied, Totals, Wa
 from autopar.runtime.program import Start
 from autopar.runtime.routes import forward_only, routes
 from autopar.runtime.seeds import Seeds
-from autopar.runtime.stage_run import StageRun
+from autopar.runtime.stage_run import StageRun, Take
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, rebuilder
 
@@ -72,13 +72,19 @@ class StagedBound:
         # Ranks whose stages train nothing still call backward on the loss.
         self._anchor = torch.zeros((), device=pipeline.ranks.device, requires_grad=True)
 
-    def _compiled(self, gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    def _compiled(self, gm: fx.GraphModule, taken: Mapping[int, Take] | None = None) -> Callable[..., Any]:
         own = by_messages(gm) if self._pipeline.ranks.device.type == "cpu" else gm
-        return self._backend(own, self._pipeline.groups.names, boxed=True)
+        if not taken:
+            return self._backend(own, self._pipeline.groups.names, boxed=True)
+        return self._backend(own, self._pipeline.groups.names, boxed=True, taken=taken)
 
     def _way(self, schedule: PipelineSchedule, *, backward: bool) -> Way:
         staged = self.program.staged
-        runs = {number: StageRun(each, self._compiled, backward=backward) for number, each in staged.stages.items()}
+        count = schedule.microbatches
+        runs = {
+            number: StageRun(each, self._compiled, backward=backward, microbatches=count)
+            for number, each in staged.stages.items()
+        }
         return Way(routes(schedule, staged.transfers, self._pipeline.index), runs)
 
     def _bind_inputs(self) -> dict[str, Input]:

@@ -125,6 +125,8 @@ class Step:
             self._take(action, made)
             del made  # what nobody keeps is gone before the next action computes
         self.action = None
+        for stage in self._way.stages.values():
+            stage.reset()
         outputs = sources.outputs.whole()
         self._sum_ties()
         self._sum_inputs()

@@ -1,7 +1,13 @@
-"""One pipeline stage: its compiled programs, what its micro-batches keep between them, and its gradients."""
+"""One pipeline stage: its compiled programs, what its micro-batches keep between them, and its gradients.
+
+Gradients of parameters are added up as soon as a program has made them, so that one at a time is there beside the sums;
+the last micro-batch's addition lets the sum's reduction begin.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +17,13 @@ from torch import fx
 
 from autopar._torch import storage_key
 from autopar.ir.schedule import Kind
+from autopar.runtime.finishing import Finishing
 from autopar.runtime.staged_program import Item, StageProgram
 
-Compile = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]]
-"""Compiles a program to a function of one list, which it empties."""
+Take = Callable[[torch.Tensor], None]
+
+Compile = Callable[[fx.GraphModule, Mapping[int, Take]], Callable[[list[Any]], Sequence[Any]]]
+"""Compiles a program to a function of one list, which it empties; results at the places given go to who takes them."""
 
 Lookup = Callable[[str, int], torch.Tensor]
 """The tensor of a start, by its operator's name, for a micro-batch."""
@@ -43,13 +52,17 @@ class _Part:
     passed: frozenset[str]
     """Gradients that are arguments as they are."""
 
+    summed: frozenset[str]
+    """Gradients that are added to their sums as soon as they are made."""
+
     last: bool
 
 
 class StageRun:
     """A stage of this rank, during one step."""
 
-    def __init__(self, program: StageProgram, compile_boxed: Compile, *, backward: bool) -> None:
+    def __init__(self, program: StageProgram, compile_boxed: Compile, *, backward: bool, microbatches: int = 0) -> None:
+        """Compile a stage's programs; with `microbatches`, sums of so many gradients are reduced at once."""
         self.stage = program.stage
         given: dict[Kind, tuple[fx.GraphModule, Sequence[Item], Sequence[Item]]]
         given = {"F": (program.forward, program.takes, program.gives)}
@@ -60,23 +73,43 @@ class StageRun:
         parts: list[_Part] = []
         for gm, takes, gives in reversed(given.values()):
             after = [each.name for part in parts for each in part.takes if each.kind == "value"]
-            part = _Part(compile_boxed(gm), takes, gives, frozenset(after), _passed(gm, gives), last=not parts)
+            taken = {
+                at: functools.partial(self.add, item.name)
+                for at, item in enumerate(gives)
+                if item.kind == "gradient" and item.name in program.finish_takes
+            }
+            summed = frozenset(gives[at].name for at in taken)
+            run = compile_boxed(gm, taken)
+            part = _Part(run, takes, gives, frozenset(after), _passed(gm, gives), summed, last=not parts)
             parts.insert(0, part)
         by_kind: dict[Kind, Sequence[_Part]] = {kind: [part] for kind, part in zip(given, parts, strict=True)}
         self._parts: Mapping[Kind, Sequence[_Part]] = {**by_kind, "B": parts[1:]}
-        self.starts = {each.name for part in parts for each in part.takes if each.kind == "start"}
+        self._begin = None if program.begin is None else compile_boxed(program.begin, {})
+        self._begin_names = (program.begin_takes, program.begin_gives)
+        self._whole: dict[str, torch.Tensor] = {}
+        taken_starts = {each.name for part in parts for each in part.takes if each.kind == "start"}
+        self.starts = (taken_starts - {*program.begin_gives}) | {*program.begin_takes}
         self.mutated = {each.name for each in program.gives if each.kind == "mutation"}
         self.trained = list(dict.fromkeys(e.name for part in parts for e in part.gives if e.kind == "gradient"))
         finish = program.finish if backward else None
-        self._finish = None if finish is None else compile_boxed(finish)
-        self._finish_names = (program.finish_takes, program.finish_gives)
+        self._finishing = None
+        if finish is not None:
+            self._finishing = Finishing(
+                finish, program.finish_takes, program.finish_gives, lambda gm: compile_boxed(gm, {})
+            )
+        self._microbatches = microbatches
+        self._added: Counter[str] = Counter()
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._sums: dict[str, torch.Tensor] = {}
 
     def reset(self) -> None:
-        """Forget what a step that failed left behind."""
+        """Forget what a step, or one that failed, left behind."""
         self._kept.clear()
+        self._whole.clear()
         self._sums.clear()
+        self._added.clear()
+        if self._finishing is not None:
+            self._finishing.reset()
 
     def keep(self, microbatch: int, name: str, value: torch.Tensor) -> None:
         """Keep a value of another stage until the last of this one's programs that reads it runs."""
@@ -85,6 +118,9 @@ class StageRun:
     def run(self, kind: Kind, microbatch: int, lookup: Lookup, tangent: torch.Tensor | None) -> Made:
         """Run an action on what is kept of a micro-batch, and keep what its later ones need."""
         made = Made()
+        if self._begin is not None and not self._whole:
+            takes, gives = self._begin_names
+            self._whole.update(zip(gives, self._begin([lookup(name, microbatch) for name in takes]), strict=True))
         for part in self._parts.get(kind, ()):
             self._run(part, microbatch, lookup, tangent, made)
         return made
@@ -94,13 +130,15 @@ class StageRun:
         args: list[Any] = []
         for item in part.takes:
             if item.kind == "start":
-                args.append(lookup(item.name, microbatch))
+                whole = self._whole.get(item.name)
+                args.append(lookup(item.name, microbatch) if whole is None else whole)
             elif item.kind == "tangent":
                 args.append(tangent)
             else:
                 args.append(kept[item.name])
         # From here on only the list holds what no later program reads; the program empties it.
         self._kept[microbatch] = kept = {name: value for name, value in kept.items() if name in part.later}
+        new = part.summed - self._sums.keys()
         results = part.run(args)
         shared: set[int] = set()
         for item, result in zip(part.gives, results, strict=True):
@@ -116,15 +154,17 @@ class StageRun:
         for item, result in zip(part.gives, results, strict=True):
             if item.kind == "gradient" and result is not None:
                 made.gradients[item.name] = result
-        self._own(made.gradients, part.passed, shared)
+        self._own(self._sums, sorted(new & self._sums.keys()), part.passed, shared)
+        self._own(made.gradients, list(made.gradients.keys() - self._sums.keys()), part.passed, shared)
         if part.last:
             del self._kept[microbatch]
 
-    def _own(self, gradients: dict[str, torch.Tensor], passed: frozenset[str], shared: set[int]) -> None:
+    def _own(
+        self, gradients: dict[str, torch.Tensor], names: Sequence[str], passed: frozenset[str], shared: set[int]
+    ) -> None:
         """Copy gradients that sums cannot be written into: part of something larger, or seen elsewhere too."""
-        for name, value in gradients.items():
-            if name in self._sums:
-                continue
+        for name in names:
+            value = gradients[name]
             key = storage_key(value)
             if name in passed or key in shared or value.untyped_storage().nbytes() != value.nbytes:
                 gradients[name] = value.clone(memory_format=torch.contiguous_format)
@@ -137,16 +177,22 @@ class StageRun:
             self._sums[name] = gradient
         else:
             held.add_(gradient)
+        self._added[name] += 1
+        # A first gradient may be another's memory until its program ends: see `_own`.
+        if self._finishing is not None and self._added[name] == self._microbatches > 1:
+            self._finishing.give(name, self._sums.pop(name))
 
     def finished(self) -> dict[str, torch.Tensor]:
         """Return the step's gradients in their parameters' layout, which this stage then no longer holds."""
+        self._whole.clear()
         sums, self._sums = self._sums, {}
-        if self._finish is None:
+        self._added.clear()
+        if self._finishing is None:
             return sums
-        takes, gives = self._finish_names
-        args = [sums.pop(name) for name in takes]
-        sums.update(zip(gives, self._finish(args), strict=True))
-        return sums
+        for name in self._finishing.takes:
+            if name in sums:
+                self._finishing.give(name, sums.pop(name))
+        return {**sums, **self._finishing.end()}
 
 
 def _passed(gm: fx.GraphModule, gives: Sequence[Item]) -> frozenset[str]:

@@ -110,6 +110,18 @@ class StageProgram(Protocol):
         """Return the results of `weights`."""
 
     @property
+    def begin(self) -> fx.GraphModule | None:
+        """Return what makes parameters whole before the first micro-batch, where they stay so for all of them."""
+
+    @property
+    def begin_takes(self) -> Sequence[str]:
+        """Return the names of the parameters that it takes."""
+
+    @property
+    def begin_gives(self) -> Sequence[str]:
+        """Return the names of its results, under which the stage's other programs take them as starts."""
+
+    @property
     def finish(self) -> fx.GraphModule | None:
         """Return what makes gradients in the parameters' layout of those summed over micro-batches."""
 
@@ -190,10 +202,10 @@ def names_on_rank(
     targets = {each.name: each.target for each in placeholders if each.kind in ("parameter", "buffer")}
     first = {targets[name]: stage for name, stage in staged.stage_of.items() if name in targets}
     taken = {
-        targets[item.name]
+        targets[name]
         for stage in staged.stages.values()
-        for item in (*stage.takes, *stage.backward_takes, *stage.weights_takes)
-        if item.kind == "start" and item.name in targets
+        for name in (*_starts(stage), *stage.begin_takes)
+        if name in targets
     }
     tied: dict[int, list[str]] = {}
     for slot in slots(model):
@@ -204,3 +216,8 @@ def names_on_rank(
         if schedule.rank_of[stage] == rank or not taken.isdisjoint(names):
             found.update(names)
     return frozenset(found)
+
+
+def _starts(stage: StageProgram) -> Iterable[str]:
+    items = (*stage.takes, *stage.backward_takes, *stage.weights_takes)
+    return (item.name for item in items if item.kind == "start")

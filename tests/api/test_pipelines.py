@@ -120,6 +120,21 @@ def test_steps_in_stages_of_several_ranks_equal_the_models_own(four: RankPool, n
     require_the_models_own(name, four.values(run, name, fix, 4))
 
 
+@pytest.mark.parametrize(
+    ("name", "zero", "pp"),
+    [
+        ("layers", 1, 1), ("layers", 2, 1), ("layers", 3, 1), ("weighted", 1, 2), ("tied", 2, 2), ("experts", 3, 2),
+    ],
+)  # fmt: skip
+def test_sharded_parameters_with_microbatches_equal_the_models_own(
+    pool: RankPool, four: RankPool, name: str, zero: int, pp: int
+):
+    fix = {"dp_shard": 2, "zero": zero, "microbatch": 2, **({"pp": 2, "schedule": "zb_h1"} if pp == 2 else {})}
+    done = (pool if pp == 1 else four).values(run, name, fix, 2 * pp)
+    assert all(each.losses == done[0].losses for each in done)
+    assert max(each.worst_gradient for each in done) < 1e-4
+
+
 def require_the_models_own(name: str, done: list[Trained]) -> None:
     """Check that all ranks trained as one device does, and that together they hold every parameter, none alone."""
     names = {key for key, _ in example(name)[0].named_parameters(remove_duplicate=False)}

@@ -165,6 +165,7 @@ def test_a_plan_file_bears_the_contracts_field_names(small_plan: Plan):
     assert document["decisions"]["parameters"]["down.weight"] == {
         "placements": ["Replicate()", "Shard(0, outer=8)"],
         "gather": "none",
+        "reduce": "step",
         "stage": 0,
     }
 

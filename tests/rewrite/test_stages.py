@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from autopar.api import plan_captured
 from autopar.capture.recompute import recomputed
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Gather, Reduce
 from autopar.ir.roles import is_view
 from autopar.ir.stages import stage_of, units
 from autopar.ir.weight_gradients import weight_gradients
@@ -70,7 +73,8 @@ def test_stages_give_the_whole_programs_results(name: str, stages: int, wholes):
 @pytest.mark.parametrize("name", ["mlp", "tied", "skips", "translator", "repeated"])
 def test_stages_under_random_decisions_give_the_whole_programs_results(name: str, stages: int, seed: int, wholes):
     whole, want = wholes[name]
-    decisions = drawn(whole.captured.graph, mesh_of(tp=2), seed, gather=("per_phase", "once")[seed])
+    way: dict[str, Any] = ({"gather": "per_phase", "reduce": "microbatch"}, {"gather": "once"})[seed]
+    decisions = drawn(whole.captured.graph, mesh_of(tp=2), seed, **way)
 
     pipeline = run_stages(whole, decisions, evenly(whole, stages), 2)
 
@@ -191,6 +195,30 @@ def test_statistics_that_two_stages_change_are_refused():
 
     with pytest.raises(InfeasibleError, match=r"buffer norm\.running_\w+ is read on pipeline stage 0 .* on stage 1"):
         cut(whole, 2)
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce"), [("once", "step"), ("once", "microbatch"), ("per_phase", "step"), ("per_phase", "microbatch")]
+)
+def test_parameters_are_gathered_and_gradients_scattered_as_often_as_the_plan_says(
+    gather: Gather, reduce: Reduce, wholes
+):
+    whole, want = wholes["mlp"]
+    options = PlanOptions.parse(fix={"dp_shard": 2, "zero": 3})
+    decisions = plan_captured(whole.captured, "model", ClusterSpec.parse("cpu:2"), options, Silent()).decisions
+    parameters = {name: replace(each, gather=gather, reduce=reduce) for name, each in decisions.parameters.items()}
+    decisions = replace(decisions, parameters=parameters)
+
+    pipeline = run_stages(whole, decisions, [["up"], ["down"]], 2)
+
+    require_equal(pipeline, want, 2)
+    for program in pipeline.programs[0].stages.values():
+        parts = [program.begin, program.forward, program.backward, program.finish]
+        text = ["" if part is None else part.code for part in parts]
+        gathers, scatters = ([name in each for each in text] for name in ("all_gather_into", "reduce_scatter"))
+        assert gathers[0] == (gather == "once")
+        assert any(gathers[1:]) == (gather == "per_phase")
+        assert scatters == [False, False, reduce == "microbatch", reduce == "step"]
 
 
 def test_gradients_are_reduced_once_a_step_and_together_where_the_plan_says_so(wholes):

@@ -31,7 +31,7 @@ def test_gradients_that_are_seen_elsewhere_are_copied_before_others_are_added_to
         (Item("value", "h"), Item("tangent", "t")),
         (Item("value", "sent"), Item("gradient", "w"), Item("gradient", "row"), Item("gradient", "scale")),
     )
-    run = StageRun(program, lambda gm: compile_graph(gm, {}, boxed=True), backward=True)
+    run = StageRun(program, lambda gm, taken: compile_graph(gm, {}, boxed=True, taken=taken), backward=True)
     x, one = torch.ones(2, 2), torch.ones(())
     sent = []
     for microbatch in range(3):

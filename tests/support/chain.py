@@ -69,6 +69,9 @@ class StageProgram:
     finish: fx.GraphModule | None = None
     finish_takes: tuple[str, ...] = ()
     finish_gives: tuple[str, ...] = ()
+    begin: fx.GraphModule | None = None
+    begin_takes: tuple[str, ...] = ()
+    begin_gives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

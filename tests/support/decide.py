@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.placement import Layout, Placement, Replicate, Shard, is_valid, local_shape, nest
-from autopar.ir.plan import Decisions, Gather, OperatorDecision, ParameterDecision
+from autopar.ir.plan import Decisions, Gather, OperatorDecision, ParameterDecision, Reduce
 from autopar.ir.reshard import is_reachable, route
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.strategies.axis import axis_strategies
@@ -81,7 +81,14 @@ def decide(
 
 
 def drawn(
-    graph: Graph, mesh: Mesh, seed: int, *, gather: Gather = "per_phase", greedy: bool = False, lowered: bool = True
+    graph: Graph,
+    mesh: Mesh,
+    seed: int,
+    *,
+    gather: Gather = "per_phase",
+    reduce: Reduce = "step",
+    greedy: bool = False,
+    lowered: bool = True,
 ) -> Decisions:
     """Return decisions drawn at random among all strategies that the rules admit; `greedy`: those that move least.
 
@@ -114,7 +121,7 @@ def drawn(
         for index, layout in enumerate(decided[rep].strategy.outputs):
             holds[Ref(op.name, index)] = layout
     parameters = {
-        name: ParameterDecision(placements=_made(decided, graph, op), gather=gather)
+        name: ParameterDecision(placements=_made(decided, graph, op), gather=gather, reduce=reduce)
         for op in graph.ops
         if op.kind in {"parameter", "buffer"}
         for name in graph.aliases.get(op.target, (op.target,))

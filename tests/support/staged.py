@@ -39,11 +39,28 @@ class Pipeline:
     """By rank: gradients accumulated over micro-batches, by (stage, name)."""
 
     results: list[dict[tuple[str, str], torch.Tensor]] = field(default_factory=list)
+    whole_parameters: list[dict[tuple[int, str], torch.Tensor]] = field(default_factory=list)
+    """By rank: parameters gathered before the first micro-batch, by (stage, name)."""
 
     @property
     def stages(self) -> int:
         """Return the number of stages."""
         return len(self.programs[0].stages)
+
+    def begin(self) -> None:
+        """Run what every stage runs before its first micro-batch."""
+        self.whole_parameters = [{} for _ in self.programs]
+        for stage in range(self.stages):
+            mine = [p.stages[stage] for p in self.programs]
+            if mine[0].begin is None:
+                continue
+            takes = [Item("start", name) for name in mine[0].begin_takes]
+            given = [[self._value(rank, stage, item) for item in takes] for rank in range(len(mine))]
+            with torch.no_grad():
+                made = lockstep.run([p.begin for p in mine], given, self.mesh)
+            for rank, values in enumerate(made):
+                found = zip(mine[rank].begin_gives, values, strict=True)
+                self.whole_parameters[rank].update({(stage, name): value for name, value in found})
 
     def micro_batch(self, seed: int = 0) -> None:
         """Run forward of every stage, then backward, for the values of `whole`; add gradients up."""
@@ -74,6 +91,8 @@ class Pipeline:
             self._keep(rank, stage, phase, gives, values)
 
     def _value(self, rank: int, stage: int, item: Item) -> torch.Tensor:
+        if (stage, item.name) in self.whole_parameters[rank]:
+            return self.whole_parameters[rank][stage, item.name]
         if item.kind in {"start", "tangent"}:
             return part(self.whole.values[item.name], self.layouts["start", item.name], self.mesh, rank)
         return self.held[rank][stage, item.kind, item.name]
@@ -143,6 +162,7 @@ def run_stages(
     pipeline = Pipeline(whole, mesh, programs, layouts)
     pipeline.sums = [{} for _ in programs]
     pipeline.results = [{} for _ in programs]
+    pipeline.begin()
     for _ in range(micro_batches):
         pipeline.micro_batch()
     return pipeline

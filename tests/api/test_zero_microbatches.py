@@ -1,0 +1,65 @@
+"""Parameters sharded at rest in steps of several micro-batches: what memory asks for, and no more."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from autopar.api.planning import Planner, Program
+from autopar.capture import capture
+from autopar.errors import InfeasibleError
+from autopar.ir.plan import Plan
+from autopar.options import PlanOptions
+from cost_models.cluster import ClusterSpec
+
+
+class Deep(nn.Module):
+    """Square layers that hold much and compute little, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def cluster(memory_bytes: int) -> ClusterSpec:
+    return ClusterSpec.from_dict({
+        "version": 1,
+        "name": "two",
+        "devices": {"core": {"preset": "cpu", "memory": {"capacity": f"{memory_bytes} B", "reserved": "0 B"}}},
+        "nodes": {"host": {"device": "core", "count": 1, "nic": {"bandwidth": "1 Gbit/s", "latency": "100us"}}},
+        "groups": [{"node": "host", "count": 2}],
+    })  # fmt: skip
+
+
+def plans_as_memory_shrinks() -> list[Plan]:
+    program = Program(capture(Deep(), (torch.empty(32, 128),)).graph, "deep", "", None)
+    options = PlanOptions.parse(
+        fix={"pp": 1, "dp_shard": 2, "microbatch": 8, "recompute": "none"}, memory_margin=0, gap=0.0
+    )
+    found = []
+    memory = 1 << 30
+    with suppress(InfeasibleError):
+        while True:
+            found.append(Planner(program, cluster(int(memory)), options).plan())
+            memory = min(memory, found[-1].estimates.peak_memory_bytes) * 0.97
+    return found
+
+
+def test_gradients_are_reduced_in_each_microbatch_where_their_whole_sums_do_not_fit():
+    plans = plans_as_memory_shrinks()
+
+    times = [plan.estimates.step_time_s for plan in plans]
+    ways = [{each.reduce for each in plan.decisions.parameters.values()} for plan in plans]
+    assert times == sorted(times)
+    assert ways[0] == {"step"}
+    assert ways[-1] == {"microbatch"}
+    first, last = plans[0], plans[-1]
+    assert last.estimates.memory.gradients < 0.75 * first.estimates.memory.gradients
+    scatters = [each for each in last.decisions.collectives if each.op == "reduce_scatter"]
+    assert {each.count % 2 for each in scatters} == {0}
+    assert all(each.overlapped for each in scatters)
