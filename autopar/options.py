@@ -18,13 +18,13 @@ from autopar.ir.mesh import AXIS_NAMES
 from autopar.ir.placement import Partial, Placement, parse_placement
 from autopar.suggest import did_you_mean
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "auto"]
 ReduceDtype = Literal["fp32", "own"]
 Optimizer = Literal["sgd", "adam", "adamw", "none"]
 Setting = int | str | bool
 """Value of a fixed choice: a degree, a name, a switch."""
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 REDUCE_DTYPES = ("fp32", "own")
 OPTIMIZERS = ("sgd", "adam", "adamw", "none")
 
@@ -78,6 +78,8 @@ class PlanOptions:
     """Overrides of the model's configuration, as text: the model knows the type of each."""
 
     precision: Precision = "fp32"
+    """Type of the computation (autocast; parameters stay as they are); `auto`: the faster of fp32 and bf16."""
+
     reduce_dtype: ReduceDtype = "own"
     """In which type gradients of 16 bits are summed over ranks: their own, or float32, which moves twice the bytes.
 

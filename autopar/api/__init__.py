@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopar.api.planning import Planner, Program
+from autopar.api.precisions import fastest
 from autopar.capture import Captured, capture
 from autopar.capture.deepen import deepened
 from autopar.errors import CaptureError, UsageError
@@ -50,10 +51,21 @@ def plan(
     parsed = PlanOptions.parse(**options)
     spec = read_cluster(cluster, cluster_spec)
     told = progress or Silent()
-    told.phase("capture")
-    captured = captured_for(model, example_inputs, parsed.precision)
-    _check_batch(captured.graph, parsed)
-    return plan_captured(captured, type(model).__name__, spec, parsed, told)
+    return plan_model(model, spec, example_inputs, parsed, told)
+
+
+def plan_model(
+    model: torch.nn.Module, cluster: ClusterSpec, example_inputs: Any, options: PlanOptions, progress: Progress
+) -> Plan:
+    """Return the best plan for a model; of precision `auto`, captured in each."""
+
+    def planned(wanted: PlanOptions) -> Plan:
+        progress.phase("capture")
+        captured = captured_for(model, example_inputs, wanted.precision)
+        _check_batch(captured.graph, wanted)
+        return plan_captured(captured, type(model).__name__, cluster, wanted, progress)
+
+    return fastest(planned, options)
 
 
 def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Progress) -> Plan:
@@ -63,10 +75,14 @@ def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Pro
     spec = read_cluster(cluster)
     progress.phase("model")
     found = resolve(model, batch=options.batch, seq=options.seq, overrides=dict(options.set))
-    progress.phase("capture")
-    graph = program_of(found.model, found.shallow, found.example_inputs, options.precision)
-    _check_batch(graph, options)
-    return plan_program(graph, found.name, spec, options, progress, tokens_per_step=found.tokens_per_step)
+
+    def planned(wanted: PlanOptions) -> Plan:
+        progress.phase("capture")
+        graph = program_of(found.model, found.shallow, found.example_inputs, wanted.precision)
+        _check_batch(graph, wanted)
+        return plan_program(graph, found.name, spec, wanted, progress, tokens_per_step=found.tokens_per_step)
+
+    return fastest(planned, options)
 
 
 def program_of(model: torch.nn.Module, shallow: Shallow | None, example_inputs: Any, precision: str) -> Graph:

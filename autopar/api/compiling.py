@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.api import Cluster, captured_for, plan_captured, read_cluster
+from autopar.api import Cluster, captured_for, plan_captured, plan_model, read_cluster
 from autopar.api.planning import Planner, Program
 from autopar.api.staging import Budget, depth, evaluated, is_staged, staged_program
 from autopar.api.stale import require_fresh
@@ -142,10 +142,23 @@ class Job:
         Raises:
             RanksDisagreeError: they do not.
         """
+        if self.plan is None and self.options.precision == "auto":
+            self._choose_precision(example_inputs)
         with self.ranks.together("capture the model"):
             captured = captured_for(self.model, example_inputs, self._precision, training=training, with_backward=grad)
         self.ranks.agree("captured program", captured.graph.fingerprint)
         return captured
+
+    def _choose_precision(self, example_inputs: Any) -> None:
+        """Plan in every precision that may be chosen, on rank 0, and let all ranks know which it is."""
+        chosen = ""
+        with self.ranks.together("plan"):
+            if self.ranks.rank == 0 and self.cluster is not None:
+                cluster = self._cluster_of_job()
+                self.plan = plan_model(self.model, cluster, example_inputs, self.options, self.progress)
+                chosen = self.plan.workload.precision
+        precision = PlanOptions.parse(precision=self.ranks.from_first(chosen)).precision
+        self.options = replace(self.options, precision=precision)
 
     @property
     def _precision(self) -> Precision:

@@ -144,3 +144,36 @@ def overflow(rank: int, fix: dict[str, Any]) -> tuple[bool, float]:
 @pytest.mark.parametrize("fix", [ZERO, {"tp": 2}], ids=str)
 def test_a_gradient_scaler_skips_the_step_on_all_ranks_where_a_shard_overflows(pool: RankPool, fix: dict[str, Any]):
     assert pool.values(overflow, fix) == [(False, 2.0)] * 2
+
+
+def test_auto_is_the_faster_precision_and_says_what_it_chose():
+    model, batch = net()
+    own = {
+        name: autopar.plan(model, "h100-sxm-80gb:2", example_inputs=batch, precision=name) for name in ("fp32", "bf16")
+    }
+
+    plan = autopar.plan(model, "h100-sxm-80gb:2", example_inputs=batch, precision="auto")
+
+    best, other = sorted(own.values(), key=lambda each: each.estimates.step_time_s)
+    assert plan.decisions == best.decisions
+    assert plan.estimates.step_time_s == best.estimates.step_time_s
+    assert plan.solver.bound == min(each.solver.bound for each in own.values())
+    assert plan.alternatives[0].why_not.startswith(f"computes in {other.workload.precision}: ")
+    assert any(each.code == "precision-chosen" for each in plan.warnings) == (plan.workload.precision == "bf16")
+
+
+def chosen(_rank: int) -> tuple[str, float]:
+    """Return the precision that a job computes in, and its loss."""
+    model, (x, y) = net()
+    compiled = autopar.compile(model, "cpu:2", example_inputs=(x, y), precision="auto")
+    plan = autopar.plan(net()[0], "cpu:2", example_inputs=(x, y), precision="auto")
+    return plan.workload.precision, float(compiled(x, y))
+
+
+def test_all_ranks_compute_in_the_precision_that_was_chosen(pool: RankPool):
+    found = pool.values(chosen)
+
+    assert len(set(found)) == 1
+    precision, loss = found[0]
+    want = single({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])[0]
+    assert math.isclose(loss, want, rel_tol=1e-4)
