@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from autopar.costs.issued import Issued
 from autopar.costs.links import Message
@@ -179,6 +180,17 @@ def pipelined(
     if not tried:
         return min(without, key=lambda each: each.least_bytes)
     return min(tried, key=lambda each: each.step_s)
+
+
+class _Ends(NamedTuple):
+    """Seconds of what each block's rank does once a step, and what could hide of them."""
+
+    reduce_s: list[float]
+    reduce_hidable_s: list[float]
+    gather_s: list[float]
+    gather_hidable_s: list[float]
+    step_s: list[float]
+    """The optimizer's."""
 
 
 @dataclass
@@ -392,28 +404,38 @@ class _Blocks:
         return sent_s + links.message_s(Message("all_gather", axis, nbytes))
 
     @cached_property
-    def _finish_s(self) -> tuple[list[float], list[float], list[float]]:
-        """Return, of each block, the seconds of reducing its gradients, of what could hide of that, and of its step."""
-        reduce_s, hidable_s, step_s = ([0.0] * len(self.paths) for _ in range(3))
+    def _ends(self) -> _Ends:
+        """Return, of each block, what its rank does once a step."""
+        found = _Ends(*([0.0] * len(self.paths) for _ in _Ends._fields))
         links = self.outcome.links
+        # Frameworks differ in whether they reduce sums behind the last micro-batch.
+        hides = links.hides_reductions or not links.flat_bytes
         for issued in self.outcome.messages():
             if self._is_once(issued):
-                reduce_s[self.of[issued.at]] += links.message_s(issued.message)
-                # Frameworks differ in whether they do; what is gathered once a step hides behind nothing.
-                hides = issued.finishes and (links.hides_reductions or not links.flat_bytes)
-                hidable_s[self.of[issued.at]] += links.hidable_s(issued.message) if hides else 0.0
+                at, taken = self.of[issued.at], links.message_s(issued.message)
+                hidable = links.hidable_s(issued.message)
+                if issued.finishes:
+                    found.reduce_s[at] += taken
+                    found.reduce_hidable_s[at] += hidable if hides else 0.0
+                else:
+                    found.gather_s[at] += taken
+                    found.gather_hidable_s[at] += 0.0 if links.flat_bytes else hidable
         for op in self.graph.ops:
             if op.kind == "parameter" and op.requires_grad:
                 layout = self.outcome.layout(self.graph.representative(op.name))
                 spent = optimizer_seconds(op, [layout], links.sizes, self.outcome.optimizer, links.cluster.device)
-                step_s[self.of[op.name]] += float(spent[0])
-        return reduce_s, hidable_s, step_s
+                found.step_s[self.of[op.name]] += float(spent[0])
+        return found
 
     def _exposed_s(self, blocks_of_rank: list[int]) -> float:
-        """Return what shows of a rank's reductions: all, or what its last backward does not hide."""
-        reduce_s, hidable_s, _ = (sum(each[at] for at in blocks_of_rank) for each in self._finish_s)
-        behind_s = sum(self.units[at].input_gradient_s + self.units[at].weight_gradient_s for at in blocks_of_rank)
-        return reduce_s - min(hidable_s, behind_s)
+        """Return what shows of what a rank does once a step: what its first forward or last backward does not hide."""
+        ends, units = self._ends, [self.units[at] for at in blocks_of_rank]
+        reduce_s, reduce_hidable_s, gather_s, gather_hidable_s, _ = (
+            sum(each[at] for at in blocks_of_rank) for each in ends
+        )
+        forward_s = sum(unit.forward_s for unit in units)
+        backward_s = sum(unit.input_gradient_s + unit.weight_gradient_s for unit in units)
+        return reduce_s - min(reduce_hidable_s, backward_s) + gather_s - min(gather_hidable_s, forward_s)
 
     def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
         """Return a cut with its simulated timeline."""
@@ -424,7 +446,7 @@ class _Blocks:
         mine: dict[int, list[int]] = defaultdict(list)
         for run, rank in zip(runs, schedule.rank_of, strict=True):
             mine[rank] += run
-        step_s = self._finish_s[2]
+        step_s = self._ends.step_s
         spent = [sum(step_s[at] for at in mine[rank]) for rank in range(schedule.ranks)]
         finish = tuple(self._exposed_s(mine[rank]) + spent[rank] for rank in range(schedule.ranks))
         peaks = tuple(rank.peak_bytes + reserved for rank in timeline.ranks)

@@ -291,23 +291,27 @@ class Outcome:
         time = timing(self.pricing.table, self.options)
         device = self.links.cluster.device
         spent = device.with_host_s(time.forward_s + time.backward_s, self.issued_operators)
-        return spent - self._hidden_last_s + time.optimizer_s
+        return spent - self._hidden_at_ends_s + time.optimizer_s
 
     @cached_property
-    def _hidden_last_s(self) -> float:
-        """Return what the last micro-batch's backward hides of reductions of sums, which the search counts as exposed.
+    def _hidden_at_ends_s(self) -> float:
+        """Return what is hidden of collectives that run once a step, which the search counts as exposed.
 
-        A block's sum is complete when its backward is: those of the last block hide behind nothing.
+        The first micro-batch's forward hides gathers, but for the first; the last one's backward hides reductions of
+        sums, but for the last.
         """
         if self.microbatches == 1 or self.links.flat_bytes:
             return 0.0
-        summed = [each for each in self.messages() if each.finishes]
-        hidable = sum(self.links.hidable_s(each.message) for each in summed)
-        last = max((self.links.hidable_s(each.message) for each in summed), default=0.0)
-        backward = sum(
-            self.seconds(self.graph.representative(op.name)) for op in self.graph.ops if op.phase == "backward"
-        )
-        return min(hidable - last, backward)
+        gathers = [each for each in self.messages() if each.times == 1 and not each.finishes]
+        sums = [each for each in self.messages() if each.finishes]
+        return self._hidden_behind_s(gathers, "forward") + self._hidden_behind_s(sums, "backward")
+
+    def _hidden_behind_s(self, once: Sequence[Issued], phase: str) -> float:
+        seconds = [self.links.hidable_s(each.message) for each in once]
+        if not seconds:
+            return 0.0
+        reps = Counter(self.graph.representative(op.name) for op in self.graph.ops if op.phase == phase)
+        return min(sum(seconds) - max(seconds), sum(count * self.seconds(rep) for rep, count in reps.items()))
 
     def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
         """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""
@@ -328,7 +332,7 @@ class Outcome:
             communication_bytes=sum(m.times * m.message.bytes for m in self.messages()),
             breakdown=Breakdown(
                 compute_s=compute,
-                exposed_communication_s=max(0.0, time.forward_s + time.backward_s - self._hidden_last_s - compute),
+                exposed_communication_s=max(0.0, time.forward_s + time.backward_s - self._hidden_at_ends_s - compute),
                 bubble_s=0.0,
                 optimizer_s=time.optimizer_s,
             ),

@@ -1,15 +1,21 @@
-"""Parameters that are made whole once a step: gathered before a stage's first micro-batch, kept for all of them."""
+"""Parameters that are made whole once a step: gathered before a stage's first micro-batch, kept for all of them.
+
+All gathers are issued at once. Who reads one waits for it: the first micro-batch, behind whose operators the later ones
+run; for the others there is nothing to wait for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import fx
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Decisions
-from autopar.rewrite.marks import mark, role
+from autopar.ir.tasks import axis_of, collective_name
+from autopar.rewrite.marks import COLLECTIVES, mark, role
 from autopar.rewrite.partition import ancestors
 from autopar.rewrite.passes import run_passes
 from autopar.rewrite.programs import LAST
@@ -28,7 +34,7 @@ class Begun:
     """The program without micro-batches' gathers of these; it still has the nodes that make them."""
 
     made: Mapping[str, fx.Node]
-    """By placeholder, what it stands for."""
+    """By placeholder, what it stands for: a gather that is under way, or what is made of one at once."""
 
     parameter_of: Mapping[str, str]
     """By placeholder, the parameter's operator."""
@@ -61,12 +67,23 @@ def hoisted(gm: fx.GraphModule, graph: Graph, decisions: Decisions) -> Begun:
             name = f"{BEGUN}_{len(made)}"
             with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
                 given = gm.graph.placeholder(name)
+            # As memory it is what the wait returns: no operator may write into it, it is there for all micro-batches.
             given.meta = {**node.meta, "autopar": replace(mark(node), origin=name, role="operator")}
-            inside = _chain(node)
-            for user in [each for each in node.users if each not in inside]:
-                user.replace_input_with(node, given)
-            made[name], parameter_of[name] = node, start.name
+            source, inside = node, _chain(node)
+            readers = [each for each in node.users if each not in inside]
+            if role(node) == "wait" and role(node.all_input_nodes[0]) == "start" and not inside:
+                source, readers = node.all_input_nodes[0], [node]
+                given.meta["collective"] = _name(source)
+            for user in readers:
+                user.replace_input_with(source, given)
+            made[name], parameter_of[name] = source, start.name
     return Begun(gm, made, parameter_of)
+
+
+def _name(start: fx.Node) -> str:
+    found = mark(start)
+    axis = axis_of(str(start.args[-1]))
+    return collective_name(COLLECTIVES[cast("Any", start.target)], found.moves, axis, found.phase)
 
 
 def _gathered(start: fx.Node) -> Sequence[fx.Node]:

@@ -113,6 +113,8 @@ class Step:
         sources.outputs.begin()
         seed = None if sources.seeds is None else sources.seeds.draw()
         self._add_up()
+        for stage in self._way.stages.values():
+            stage.begin(self._lookup)  # before anything is waited for from other stages
         mailbox = Mailbox(routes, self._pipeline)
         for position, action in enumerate(routes.row):
             self.action = action

@@ -115,12 +115,15 @@ class StageRun:
         """Keep a value of another stage until the last of this one's programs that reads it runs."""
         self._kept.setdefault(microbatch, {})[name] = value
 
+    def begin(self, lookup: Lookup) -> None:
+        """Issue the gathers of parameters that stay whole for all micro-batches."""
+        if self._begin is not None:
+            takes, gives = self._begin_names
+            self._whole.update(zip(gives, self._begin([lookup(name, 0) for name in takes]), strict=True))
+
     def run(self, kind: Kind, microbatch: int, lookup: Lookup, tangent: torch.Tensor | None) -> Made:
         """Run an action on what is kept of a micro-batch, and keep what its later ones need."""
         made = Made()
-        if self._begin is not None and not self._whole:
-            takes, gives = self._begin_names
-            self._whole.update(zip(gives, self._begin([lookup(name, microbatch) for name in takes]), strict=True))
         for part in self._parts.get(kind, ()):
             self._run(part, microbatch, lookup, tangent, made)
         return made

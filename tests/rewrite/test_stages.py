@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.api import plan_captured
 from autopar.capture.recompute import recomputed
@@ -234,3 +235,27 @@ def test_gradients_are_reduced_once_a_step_and_together_where_the_plan_says_so(w
         reductions = [str(node.target) for node in program.finish.graph.nodes if "all_reduce" in str(node.target)]
         assert reductions == ["_c10d_functional.all_reduce_coalesced.default"]
         assert not [node for node in program.backward.graph.nodes if "all_reduce" in str(node.target)]
+
+
+class Shifted(nn.Module):
+    """Scales by its weight and one, which is computed where the weight was, if nothing reads that again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1.0 + self.weight)
+
+
+def test_what_is_gathered_for_all_microbatches_is_not_overwritten_by_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Shifted(), nn.Linear(8, 8))
+    whole = Whole.of(model, (torch.randn(4, 8),))
+    options = PlanOptions.parse(fix={"dp_shard": 2, "zero": 3})
+    decisions = plan_captured(whole.captured, "model", ClusterSpec.parse("cpu:2"), options, Silent()).decisions
+    parameters = {name: replace(each, gather="once") for name, each in decisions.parameters.items()}
+
+    pipeline = run_stages(whole, replace(decisions, parameters=parameters), [["0", "1", "2"]], 3)
+
+    require_equal(pipeline, whole.run(), 3)

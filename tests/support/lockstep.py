@@ -68,13 +68,14 @@ def run(
     *,
     axis_of: Mapping[str, str] | None = None,
     issued: list[list[Issued]] | None = None,
+    under_way: bool = False,
 ) -> list[Any]:
     """Return what each rank's program returns, given each rank's inputs (in the order of its placeholders).
 
     A bare graph runs as well as a module, if it reads no attributes.
 
     `axis_of` gives the mesh axis of group names that are not axis names themselves. What each rank issued is
-    appended to `issued`, one list a rank, in order.
+    appended to `issued`, one list a rank, in order. With `under_way` programs may return what they have not waited for.
 
     Raises:
         LockstepError: the programs do not issue the same collectives in each group.
@@ -84,7 +85,7 @@ def run(
         raise LockstepError(f"{len(programs)} programs and {len(inputs)} lists of inputs for {count} ranks")
     logs = [[] for _ in range(count)] if issued is None else issued
     logs.extend([] for _ in range(count - len(logs)))
-    ranks: list[Rank] = [_rank(program, given) for program, given in zip(programs, inputs, strict=True)]
+    ranks: list[Rank] = [_rank(program, given, under_way) for program, given in zip(programs, inputs, strict=True)]
     results: list[Any] = [None] * count
     waiting: dict[int, _Meeting] = {}
 
@@ -106,7 +107,7 @@ def run(
     return results
 
 
-def _rank(program: fx.GraphModule | fx.Graph, inputs: Sequence[Any]) -> Rank:
+def _rank(program: fx.GraphModule | fx.Graph, inputs: Sequence[Any], under_way: bool) -> Rank:
     """Run one rank's graph; yields at each collective and is sent what it gives."""
     env: dict[fx.Node, Any] = {}
     given = iter(inputs)
@@ -118,7 +119,7 @@ def _rank(program: fx.GraphModule | fx.Graph, inputs: Sequence[Any]) -> Rank:
         elif node.op == "get_attr":
             env[node] = operator.attrgetter(node.target)(program)
         elif node.op == "output":
-            return _values(node.args[0], env, node)
+            return fx.map_arg(node.args[0], env.__getitem__) if under_way else _values(node.args[0], env, node)
         else:
             env[node] = yield from _call(node, env)
         for dead in last_use.get(node, ()):
@@ -158,6 +159,11 @@ def _ready(value: Any, made_by: fx.Node, read_by: fx.Node) -> Any:
     if isinstance(value, _Pending):
         raise LockstepError(f"{read_by.name} reads {made_by.name} before it was waited for")
     return value
+
+
+def waited(value: Any) -> Any:
+    """Return a value, waited for if it is under way."""
+    return value.value if isinstance(value, _Pending) else value
 
 
 def _pend(value: Any) -> Any:
