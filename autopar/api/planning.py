@@ -16,6 +16,7 @@ from autopar.api.overlapping import overlapped, pipeline_spans
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
+from autopar.costs.operators import least_seconds
 from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph
@@ -294,7 +295,8 @@ class Planner:
             estimates = replace(estimates, timeline=pipeline_spans(best.pipeline.timeline))
             decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
         batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
-        solver = _solver(best, solved, seconds, options)
+        floor = least_seconds(graph, self.cluster.device, prod(mesh.sizes) * best.trial.depth)
+        solver = _solver(best, solved, seconds, options, floor)
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
@@ -351,10 +353,10 @@ def _thrift(one: Solved) -> tuple[bool, int]:
     return one.trial.recompute == "full", one.trial.microbatches
 
 
-def _solver(best: Solved, solved: Sequence[Solved], seconds: float, options: PlanOptions) -> Solver:
-    """Return the proof: no candidate can be faster than the least of their bounds."""
+def _solver(best: Solved, solved: Sequence[Solved], seconds: float, options: PlanOptions, floor_s: float) -> Solver:
+    """Return the proof: no candidate can be faster than the least of their bounds, and none than `floor_s`."""
     bounds = [one.solution.bound_s for one in solved if one.solution.status != "infeasible"]
-    bound = min([best.step_s, *bounds])
+    bound = min(best.step_s, max(floor_s, min(bounds, default=inf)))
     gap = (best.step_s - bound) / best.step_s if best.step_s else 0.0
     stopped = any(one.solution.status == "time_limit" for one in solved)
     return Solver(

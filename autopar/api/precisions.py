@@ -55,7 +55,7 @@ def fastest(plan_with: Callable[[PlanOptions], Plan], options: PlanOptions) -> P
     solver = replace(
         plan.solver,
         bound=bound,
-        gap=(plan.solver.objective - bound) / bound if bound > 0 else plan.solver.gap,
+        gap=1.0 - bound / plan.solver.objective if plan.solver.objective > 0 else 0.0,
         candidates=sum(other.solver.candidates for other in found.values()),
         seconds=None if plan.solver.seconds is None else sum(each.solver.seconds or 0.0 for each in found.values()),
     )

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.costs.fusion import Fused
-from autopar.ir.graph import Op
+from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.roles import is_view
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.tensor import TensorMeta
 from cost_models import compute
-from cost_models.device import DeviceSpec
+from cost_models.device import DeviceSpec, canonical_dtype
 
 Seconds = NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -152,6 +152,17 @@ def flops(op: Op, metas: Sequence[TensorMeta]) -> float:
         return _attention_flops(op, ins)
     outs = [meta.shape if meta else () for meta in op.outputs]
     return float(sum(2 * math.prod(product) for product in _products(op, ins, outs)))
+
+
+def least_seconds(graph: Graph, device: DeviceSpec, ranks: int) -> float:
+    """Return what the products of a program take at the device's peak, shared by all ranks: nothing computes faster."""
+    total = 0.0
+    for op in graph.ops:
+        metas = [graph.meta(ref) for ref in op.refs]
+        needed = flops(op, metas)
+        if needed and canonical_dtype(_compute_dtype(op, metas)) in device.peak_flops:
+            total += needed / device.flops_for(_compute_dtype(op, metas))
+    return total / ranks
 
 
 def _local(meta: TensorMeta | None, layout: Layout | None, sizes: tuple[int, ...]) -> Shape:

@@ -63,3 +63,12 @@ def test_gradients_are_reduced_in_each_microbatch_where_their_whole_sums_do_not_
     scatters = [each for each in last.decisions.collectives if each.op == "reduce_scatter"]
     assert {each.count % 2 for each in scatters} == {0}
     assert all(each.overlapped for each in scatters)
+
+
+def test_no_plan_is_said_to_be_further_from_the_best_than_from_the_devices_peak():
+    program = Program(capture(Deep(), (torch.empty(32, 128),)).graph, "deep", "", None)
+    plan = Planner(program, cluster(1 << 30), PlanOptions.parse(time_limit=0.01)).plan()
+
+    forward, backward = 6 * 2 * 32 * 128 * 128, (2 * 6 - 1) * 2 * 32 * 128 * 128
+    peak = cluster(1 << 30).device.flops_for("float32")
+    assert plan.solver.bound >= (forward + backward) / (2 * peak) * (1 - 1e-9)
