@@ -26,7 +26,7 @@ from autopar.search.cuts import Cut, NoCut, find_cuts, pipeline_costs
 from autopar.search.stages import Boundary, Unit
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
-from cost_models.collectives import collective_s
+from cost_models.collectives import collective_s, host_s
 from cost_models.topology import Hop, axis_hops
 
 
@@ -385,8 +385,11 @@ class _Blocks:
                 alive[at] += local_bytes(meta, layout, sizes)
         found = []
         for held in alive:
-            moved_s = self._moved_s(round(held), hops)
-            found.append(Boundary(forward_s=moved_s, backward_s=moved_s, value_bytes=round(held)))
+            called_s, handled_s = self._handled_s(round(held), hops)
+            moved_s = max(0.0, self._moved_s(round(held), hops) - called_s)
+            found.append(
+                Boundary(forward_s=moved_s, backward_s=moved_s, host_s=called_s + handled_s, value_bytes=round(held))
+            )
         return found
 
     def _moved_s(self, nbytes: int, hops: Sequence[Hop]) -> float:
@@ -402,6 +405,15 @@ class _Blocks:
             return float(collective_s("point_to_point", nbytes, hops))
         sent_s = float(collective_s("point_to_point", nbytes // links.sizes[axis], hops))
         return sent_s + links.message_s(Message("all_gather", axis, nbytes))
+
+    def _handled_s(self, nbytes: int, hops: Sequence[Hop]) -> tuple[float, float]:
+        """Return what a computing CPU core spends on the call and on the bytes of a message, sent or received.
+
+        What `host_s` says of bytes is for each that is sent and another that is received.
+        """
+        if not nbytes or self.outcome.links.cluster.device.kind != "cpu":
+            return 0.0, 0.0
+        return max((hop.call_s for hop in hops), default=0.0), host_s("point_to_point", nbytes, hops) / 2
 
     @cached_property
     def _ends(self) -> _Ends:

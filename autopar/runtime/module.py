@@ -17,6 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
+from autopar.ir.timeline import Event
 from autopar.runtime.errors import not_compiled
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.pipeline import StagedBound
@@ -96,6 +97,16 @@ class Runner:
         if made is not None:
             self._readers[form] = (bound, made)
         return bound(tensors, grad=grad)
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Return when this rank computed what in the last step that trained, of a program with stages; else nothing.
+
+        Seconds are of `time.perf_counter`, which ranks of one machine share. On a device that the host runs ahead of
+        they are those of launches.
+        """
+        bound = [each for each in self._known.get((True, True), ()) if isinstance(each, StagedBound)]
+        return bound[-1].events if bound else ()
 
     def _find(
         self, model: nn.Module, mode: tuple[bool, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -16,6 +16,7 @@ from torch import fx, nn
 from autopar._torch import dtensor_of, keeps_graph
 from autopar.ir.placement import local_shape
 from autopar.ir.schedule import PipelineSchedule
+from autopar.ir.timeline import Event
 from autopar.runtime import stop_notes
 from autopar.runtime.errors import (
     PeerLostError,
@@ -60,6 +61,8 @@ class StagedBound:
         self._pipeline = pipeline
         self._backend = backend
         self._stopped = ""
+        self.events: Sequence[Event] = ()
+        """When this rank computed what in its last step, as the host saw it; `time.perf_counter` is its clock."""
         pipeline.ranks.agree("pipeline's schedule and transfers", _digest(program))
         with pipeline.ranks.together("bind the stages' programs"):
             self._loss = _loss(program)
@@ -79,10 +82,10 @@ class StagedBound:
         return self._backend(own, self._pipeline.groups.names, boxed=True, taken=taken)
 
     def _way(self, schedule: PipelineSchedule, *, backward: bool) -> Way:
-        staged = self.program.staged
+        staged, device = self.program.staged, self._pipeline.ranks.device
         count = schedule.microbatches
         runs = {
-            number: StageRun(each, self._compiled, backward=backward, microbatches=count)
+            number: StageRun(each, self._compiled, backward=backward, microbatches=count, device=device)
             for number, each in staged.stages.items()
         }
         return Way(routes(schedule, staged.transfers, self._pipeline.index), runs)
@@ -212,6 +215,7 @@ class StagedBound:
     def run(self, tensors: Sequence[torch.Tensor], *, backward: bool) -> tuple[list[Any], list[torch.Tensor | None]]:
         """Return the user outputs and, with `backward`, the local gradients of what is trained, for tangent 1."""
         step = Step(self._ways[backward], self._sources, self._pipeline, tensors)
+        self.events = step.events
         try:
             outputs, gradients = step.run()
         except PeerLostError as error:

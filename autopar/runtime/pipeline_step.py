@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from autopar._torch import local_of
 from autopar.ir.schedule import Action
+from autopar.ir.timeline import COMPUTE_STREAM, Event
 from autopar.runtime.errors import group_lost
 from autopar.runtime.messages import Mailbox
 from autopar.runtime.pipeline_outputs import Outputs
@@ -98,6 +100,9 @@ class Step:
         self.action: Action | None = None
         """What it does, for messages about what stopped it."""
 
+        self.events: list[Event] = []
+        """When it computed what, by `time.perf_counter`; the rest of the step it waited, or was about messages."""
+
         left = Counter(action.stage for action in way.routes.row if action.kind != "F")
         self._left = left
 
@@ -119,6 +124,7 @@ class Step:
         for position, action in enumerate(routes.row):
             self.action = action
             mailbox.receive(position, self._deliver)
+            start_s = time.perf_counter()
             with self._seeded(seed, action.microbatch):
                 made = self._way.stages[action.stage].run(action.kind, action.microbatch, self._lookup, sources.one)
             mailbox.send(position, made.values)
@@ -126,6 +132,7 @@ class Step:
                 self._way.stages[transfer.target].keep(action.microbatch, transfer.value, made.values[transfer.value])
             self._take(action, made)
             del made  # what nobody keeps is gone before the next action computes
+            self.events.append(Event(self._pipeline.index, COMPUTE_STREAM, action, start_s, time.perf_counter()))
         self.action = None
         for stage in self._way.stages.values():
             stage.reset()

@@ -1,6 +1,6 @@
 """One pipeline stage: its compiled programs, what its micro-batches keep between them, and its gradients.
 
-Gradients of parameters are added up as soon as a program has made them, so that one at a time is there beside the sums;
+Gradients of parameters are added up where a program makes them, so that at most one at a time is there beside the sums;
 the last micro-batch's addition lets the sum's reduction begin.
 """
 
@@ -19,6 +19,9 @@ from autopar._torch import storage_key
 from autopar.ir.schedule import Kind
 from autopar.runtime.finishing import Finishing
 from autopar.runtime.staged_program import Item, StageProgram
+from autopar.runtime.summing import Summing, summing
+
+CPU = torch.device("cpu")
 
 Take = Callable[[torch.Tensor], None]
 
@@ -55,15 +58,27 @@ class _Part:
     summed: frozenset[str]
     """Gradients that are added to their sums as soon as they are made."""
 
+    summing: Summing | None
+    """How the program adds to sums that it takes."""
+
     last: bool
 
 
 class StageRun:
     """A stage of this rank, during one step."""
 
-    def __init__(self, program: StageProgram, compile_boxed: Compile, *, backward: bool, microbatches: int = 0) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        compile_boxed: Compile,
+        *,
+        backward: bool,
+        microbatches: int = 0,
+        device: torch.device = CPU,
+    ) -> None:
         """Compile a stage's programs; with `microbatches`, sums of so many gradients are reduced at once."""
         self.stage = program.stage
+        self._device = device
         given: dict[Kind, tuple[fx.GraphModule, Sequence[Item], Sequence[Item]]]
         given = {"F": (program.forward, program.takes, program.gives)}
         if backward and program.backward is not None:
@@ -71,16 +86,18 @@ class StageRun:
         if backward and program.weights is not None:
             given["W"] = program.weights, program.weights_takes, program.weights_gives
         parts: list[_Part] = []
+        finish_takes = frozenset(program.finish_takes)
         for gm, takes, gives in reversed(given.values()):
             after = [each.name for part in parts for each in part.takes if each.kind == "value"]
-            taken = {
-                at: functools.partial(self.add, item.name)
-                for at, item in enumerate(gives)
-                if item.kind == "gradient" and item.name in program.finish_takes
+            summed = {e.name: at for at, e in enumerate(gives) if e.kind == "gradient" and e.name in finish_takes}
+            adding = summing(gm, summed) if microbatches > 1 and summed else None
+            taken: dict[int, Take] = {
+                at: functools.partial(self._count if adding is not None and name in adding.like else self.add, name)
+                for name, at in summed.items()
             }
-            summed = frozenset(gives[at].name for at in taken)
-            run = compile_boxed(gm, taken)
-            part = _Part(run, takes, gives, frozenset(after), _passed(gm, gives), summed, last=not parts)
+            run = compile_boxed(gm if adding is None else adding.program, taken)
+            passed = _passed(gm, gives)
+            part = _Part(run, takes, gives, frozenset(after), passed, frozenset(summed), adding, last=not parts)
             parts.insert(0, part)
         by_kind: dict[Kind, Sequence[_Part]] = {kind: [part] for kind, part in zip(given, parts, strict=True)}
         self._parts: Mapping[Kind, Sequence[_Part]] = {**by_kind, "B": parts[1:]}
@@ -130,7 +147,8 @@ class StageRun:
 
     def _run(self, part: _Part, microbatch: int, lookup: Lookup, tangent: torch.Tensor | None, made: Made) -> None:
         kept = self._kept.setdefault(microbatch, {})
-        args: list[Any] = []
+        adding = part.summing
+        args: list[Any] = [] if adding is None else [self._sum(name, adding) for name in adding.like]
         for item in part.takes:
             if item.kind == "start":
                 whole = self._whole.get(item.name)
@@ -173,6 +191,11 @@ class StageRun:
                 gradients[name] = value.clone(memory_format=torch.contiguous_format)
             shared.add(key)
 
+    def _sum(self, name: str, made_by: Summing) -> torch.Tensor:
+        if name not in self._sums:
+            self._sums[name] = made_by.zeros(name, self._device)
+        return self._sums[name]
+
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Add a micro-batch's gradient to the sum, in place."""
         held = self._sums.get(name)
@@ -180,6 +203,10 @@ class StageRun:
             self._sums[name] = gradient
         else:
             held.add_(gradient)
+        self._count(name)
+
+    def _count(self, name: str, _: object = None) -> None:
+        """Note that a micro-batch's gradient is in the sum, and let a complete one be reduced."""
         self._added[name] += 1
         # A first gradient may be another's memory until its program ends: see `_own`.
         if self._finishing is not None and self._added[name] == self._microbatches > 1:

@@ -111,7 +111,8 @@ def pipeline_costs(
 ) -> PipelineCosts:
     """Return what the simulator reads of a cut: sums over units, and the transfers from each stage to the next.
 
-    Values that pass over a stage travel through it, as part of its boundaries. Static bytes hold the temporaries of the
+    Values that pass over a stage travel through it, as part of its boundaries; what messages take from a core that
+    computes is part of the computations that make and read them. Static bytes hold the temporaries of the
     rank's largest unit, so that a simulated rank's peak is `Cut.rank_bytes`.
     """
     stops = (*first_units[1:], len(units))
@@ -123,10 +124,13 @@ def pipeline_costs(
         own = [each for each, owner in enumerate(schedule.rank_of) if owner == rank]
         remote = stage > 0 and schedule.rank_of[stage - 1] != rank
         received = edges[stage - 1].value_bytes if remote else 0
+        handled_s = edges[stage - 1].host_s if remote else 0.0
+        if stage + 1 < len(runs) and schedule.rank_of[stage + 1] != rank:
+            handled_s += edges[stage].host_s
         made.append(
             StageCost(
-                forward_s=sum(unit.forward_s for unit in run),
-                input_gradient_s=sum(unit.input_gradient_s for unit in run),
+                forward_s=sum(unit.forward_s for unit in run) + handled_s,
+                input_gradient_s=sum(unit.input_gradient_s for unit in run) + handled_s,
                 weight_gradient_s=sum(unit.weight_gradient_s for unit in run),
                 static_bytes=sum(unit.static_bytes for unit in run)
                 + (max(temporary[each] for each in own) if stage == own[0] else 0),

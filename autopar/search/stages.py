@@ -48,6 +48,9 @@ class Boundary:
     backward_s: float
     """Of their gradients' transfer."""
 
+    host_s: float = 0.0
+    """Of either transfer, on either side: what it takes from the core that computes, not counted in the others."""
+
     value_bytes: int = 0
     """What the later stage holds of them, as long as its own activations."""
 

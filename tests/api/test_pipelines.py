@@ -195,7 +195,7 @@ def test_buffers_over_the_budget_are_refused_before_anything_runs():
 
     launch(10**6)
     with pytest.raises(ScheduleError, match=r"rank 0 exceeds its memory from 0F[1-5] \(forward of stage 0, micro"):
-        launch(12_000)
+        launch(14_000)
 
 
 def stop(rank: int, how: str) -> str:

@@ -169,3 +169,16 @@ def test_with_several_stages_a_rank_the_best_cut_is_within_the_gap(
         seconds, held = known[cut.first_units]
         assert (cut.step_s, cut.rank_bytes) == (pytest.approx(seconds, rel=1e-9), held)
         assert max(held) <= budget
+
+
+def test_what_messages_take_from_a_core_is_part_of_the_computations_at_both_ends():
+    edge = Boundary(forward_s=0.0, backward_s=0.0, host_s=0.25)
+    inside = generate("interleaved_1f1b", ranks=1, microbatches=2, interleave=3)
+    across = generate("1f1b", ranks=3, microbatches=2)
+
+    alone, sent = (pipeline_costs([LAYER] * 3, [edge] * 2, each, (0, 1, 2)).stages for each in (inside, across))
+
+    assert [each.forward_s for each in alone] == [1.0, 1.0, 1.0]
+    assert [each.forward_s for each in sent] == [1.25, 1.5, 1.25]
+    assert [each.input_gradient_s for each in sent] == [1.25, 1.5, 1.25]
+    assert [each.weight_gradient_s for each in sent] == [1.0, 1.0, 1.0]
