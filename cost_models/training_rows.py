@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from cost_models import catalog
 from cost_models.cluster import ClusterSpec
 from cost_models.cluster_file import shorthand_node
+from cost_models.device_names import catalogued_name
 from cost_models.errors import CostModelError
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
 from cost_models.stack import Stack, stack_of
@@ -28,6 +29,15 @@ _FABRICS = (
 _RECOMPUTE = ("none", "selective", "full")
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _FAMILIES = ("gpt", "llama")
+_NEUTRAL = frozenset({"", "0", "1", "no", "none", "n/a", "false"})
+_UNPRICED: Mapping[str, str] = {
+    "experts": "steps of mixtures of experts are not priced from a table",
+    "num_experts": "steps of mixtures of experts are not priced from a table",
+    "ep": "experts split over ranks are not priced",
+    "cp": "sequences split over ranks by context parallelism are not priced",
+    "offload": "state kept in the host's memory is not priced",
+}
+"""Columns that other tables have, and what is not priced of them: a row is refused rather than priced without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +103,9 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
 
     Raises `CostModelError` for what the row does not say, what cannot be, and devices that the catalogue does not know.
     """
-    device = _text(row, "device")
-    catalog.entry("devices", device)
+    device = catalogued_name(_text(row, "device"))
     architecture = _architecture(row)
+    _refuse_unsaid(row)
     zero = int(_choice(row, "zero", ("0", "1", "2", "3")))
     read = TrainingRow(
         id=_text(row, "id"),
@@ -185,6 +195,13 @@ def _check(read: TrainingRow) -> None:
         raise CostModelError(f"hidden {sizes.hidden}, heads {sizes.heads} and kv_heads {sizes.kv_heads} do not divide")
     if read.interleave > 1 and read.pp == 1:
         raise CostModelError(f"interleave is {read.interleave} without pipeline stages")
+
+
+def _refuse_unsaid(row: Mapping[str, str]) -> None:
+    """Raise for columns beyond those of the format that say what a price would have to know, and does not."""
+    for column, what in _UNPRICED.items():
+        if (row.get(column) or "").strip().lower() not in _NEUTRAL:
+            raise CostModelError(f"{column} is {row[column]!r}: {what}")
 
 
 def _text(row: Mapping[str, str], column: str) -> str:
