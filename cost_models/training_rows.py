@@ -140,13 +140,29 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
 
 def training_cluster(read: TrainingRow) -> ClusterSpec:
     """Return the row's machines, their devices with the software that ran on them."""
-    per_node = min(read.gpus, read.gpus_per_node)
+    per_node = _joined(read)
     node = shorthand_node(read.device, per_node)
     device = replace(read.stack.on(node.device, read.year), host_waits=_host_waits(read))
     links = node.links and replace(node.links, bytes_per_s=read.link_bytes_per_s or node.links.bytes_per_s)
-    nic = replace(_adapter(read), bytes_per_s=read.nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
+    nic_bytes_per_s = read.nic_bytes_per_s * per_node / min(read.gpus, read.gpus_per_node)
+    nic = replace(_adapter(read), bytes_per_s=nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
     node = replace(node, device=device, links=links, nic=nic)
     return ClusterSpec(read.id, (NodeGroup(node, read.gpus // per_node),))
+
+
+def _joined(read: TrainingRow) -> int:
+    """Return the devices that one domain of links joins, all in use: a node, or of racks that are one the most that divide.
+
+    A row may count such a rack by its trays (4 devices of 72) or in whole.
+    """
+    domain = _link_domain(read.device)
+    if not domain:
+        return min(read.gpus, read.gpus_per_node)
+    return next(count for count in range(min(domain, read.gpus), 0, -1) if read.gpus % count == 0)
+
+
+def _link_domain(device: str) -> int:
+    return int(catalog.number(catalog.entry("devices", device), "link_domain", 0))
 
 
 def _adapter(read: TrainingRow) -> LinkSpec:
@@ -181,7 +197,7 @@ def _check(read: TrainingRow) -> None:
     sizes = read.architecture
     if read.dp * read.tp * read.pp != read.gpus:
         raise CostModelError(f"dp {read.dp} x tp {read.tp} x pp {read.pp} is not the {read.gpus} GPUs")
-    if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node:
+    if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node and not _link_domain(read.device):
         raise CostModelError(f"{read.gpus} GPUs do not fill nodes of {read.gpus_per_node}")
     if read.gpus > read.gpus_per_node and not read.nic_bytes_per_s:
         raise CostModelError(
