@@ -151,7 +151,7 @@ def training_cluster(read: TrainingRow) -> ClusterSpec:
 
 
 def _joined(read: TrainingRow) -> int:
-    """Return the devices that one domain of links joins, all in use: a node, or of racks that are one the most that divide.
+    """Return the devices that one domain of links joins: a node, or of a rack as many as divide the row's.
 
     A row may count such a rack by its trays (4 devices of 72) or in whole.
     """

@@ -62,7 +62,13 @@ def test_the_rows_machines_have_its_bandwidths():
 
 @pytest.mark.parametrize(("per_node", "gbit"), [("4", "1600"), ("72", "28800"), ("64", "25600")])
 def test_a_rack_of_joined_devices_is_one_node_however_it_is_counted(per_node: str, gbit: str):
-    rack = {"device": "gb200", "gpus": "128", "dp": "8", "gpus_per_node": per_node, "intra_node_GB_per_s_per_gpu": "900"}
+    rack = {
+        "device": "gb200",
+        "gpus": "128",
+        "dp": "8",
+        "gpus_per_node": per_node,
+        "intra_node_GB_per_s_per_gpu": "900",
+    }
 
     cluster = training_cluster(read_training_row({**ROW, **rack, "inter_node_Gbit_per_s_per_node": gbit}))
 
