@@ -196,7 +196,7 @@ def accumulate_s(sum_bytes: Size, device: DeviceSpec) -> FloatArray:
 
     A kernel of its own reads both and writes one; fused into the product that makes the value, it reads the sum.
     """
-    passes = 3.0 - 2.0 * device.fusion
+    passes = 1.0 if device.sums_in_products else 3.0 - 2.0 * device.fusion
     return memory_bound_s(np.asarray(sum_bytes, dtype=np.float64) * passes, device)
 
 

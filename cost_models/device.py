@@ -114,6 +114,9 @@ class DeviceSpec:
     fusion: float = 0.0
     """Share of the traffic between memory-bound operators that the software's fused kernels keep off memory."""
 
+    sums_in_products: bool = False
+    """Whether a product adds its result to a sum in memory by itself (gradients of several micro-batches)."""
+
     catalog: str = ""
     """Catalogue entry that the figures come from; empty if described by the user."""
 

@@ -30,6 +30,9 @@ class Stack:
     overlaps_tensor: bool = False
     """Whether gathers and scatters of sequence parallelism run behind the products that they feed or empty."""
 
+    sums_in_products: bool = False
+    """Whether products add gradients to their float32 sums themselves (Megatron's `gradient_accumulation_fusion`)."""
+
     reruns_all: bool = True
     """Whether recomputation runs a whole layer again, or stops at the last value that backward needs."""
 
@@ -61,6 +64,7 @@ class Stack:
             device,
             host_s=catalog.number(entry, "host"),
             fusion=catalog.number(entry, "fusion"),
+            sums_in_products=self.sums_in_products,
             matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()},
             default_matmul_efficiency=sustained * device.default_matmul_efficiency,
             attention_efficiency=attention,
@@ -74,7 +78,7 @@ _FIRST_ATTENTION_KERNELS = 2023
 _FRAMEWORKS = (
     (
         r"megatron.?(core|bridge)|nemo|transformer.?engine",
-        Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True),
+        Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True, sums_in_products=True),
     ),
     (
         r"megatron.?deepspeed|neox",

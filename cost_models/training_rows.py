@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from cost_models import catalog
 from cost_models.cluster import ClusterSpec
 from cost_models.cluster_file import shorthand_node
+from cost_models.device_names import catalogued_name
 from cost_models.errors import CostModelError
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
 from cost_models.stack import Stack, stack_of
@@ -28,6 +29,15 @@ _FABRICS = (
 _RECOMPUTE = ("none", "selective", "full")
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _FAMILIES = ("gpt", "llama")
+_NEUTRAL = frozenset({"", "0", "1", "no", "none", "n/a", "false"})
+_UNPRICED: Mapping[str, str] = {
+    "experts": "steps of mixtures of experts are not priced from a table",
+    "num_experts": "steps of mixtures of experts are not priced from a table",
+    "ep": "experts split over ranks are not priced",
+    "cp": "sequences split over ranks by context parallelism are not priced",
+    "offload": "state kept in the host's memory is not priced",
+}
+"""Columns that other tables have, and what is not priced of them: a row is refused rather than priced without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +103,9 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
 
     Raises `CostModelError` for what the row does not say, what cannot be, and devices that the catalogue does not know.
     """
-    device = _text(row, "device")
-    catalog.entry("devices", device)
+    device = catalogued_name(_text(row, "device"))
     architecture = _architecture(row)
+    _refuse_unsaid(row)
     zero = int(_choice(row, "zero", ("0", "1", "2", "3")))
     read = TrainingRow(
         id=_text(row, "id"),
@@ -130,13 +140,29 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
 
 def training_cluster(read: TrainingRow) -> ClusterSpec:
     """Return the row's machines, their devices with the software that ran on them."""
-    per_node = min(read.gpus, read.gpus_per_node)
+    per_node = _joined(read)
     node = shorthand_node(read.device, per_node)
     device = replace(read.stack.on(node.device, read.year), host_waits=_host_waits(read))
     links = node.links and replace(node.links, bytes_per_s=read.link_bytes_per_s or node.links.bytes_per_s)
-    nic = replace(_adapter(read), bytes_per_s=read.nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
+    nic_bytes_per_s = read.nic_bytes_per_s * per_node / min(read.gpus, read.gpus_per_node)
+    nic = replace(_adapter(read), bytes_per_s=nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
     node = replace(node, device=device, links=links, nic=nic)
     return ClusterSpec(read.id, (NodeGroup(node, read.gpus // per_node),))
+
+
+def _joined(read: TrainingRow) -> int:
+    """Return the devices that one domain of links joins: a node, or of a rack as many as divide the row's.
+
+    A row may count such a rack by its trays (4 devices of 72) or in whole.
+    """
+    domain = _link_domain(read.device)
+    if not domain:
+        return min(read.gpus, read.gpus_per_node)
+    return next(count for count in range(min(domain, read.gpus), 0, -1) if read.gpus % count == 0)
+
+
+def _link_domain(device: str) -> int:
+    return int(catalog.number(catalog.entry("devices", device), "link_domain", 0))
 
 
 def _adapter(read: TrainingRow) -> LinkSpec:
@@ -171,7 +197,7 @@ def _check(read: TrainingRow) -> None:
     sizes = read.architecture
     if read.dp * read.tp * read.pp != read.gpus:
         raise CostModelError(f"dp {read.dp} x tp {read.tp} x pp {read.pp} is not the {read.gpus} GPUs")
-    if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node:
+    if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node and not _link_domain(read.device):
         raise CostModelError(f"{read.gpus} GPUs do not fill nodes of {read.gpus_per_node}")
     if read.gpus > read.gpus_per_node and not read.nic_bytes_per_s:
         raise CostModelError(
@@ -185,6 +211,13 @@ def _check(read: TrainingRow) -> None:
         raise CostModelError(f"hidden {sizes.hidden}, heads {sizes.heads} and kv_heads {sizes.kv_heads} do not divide")
     if read.interleave > 1 and read.pp == 1:
         raise CostModelError(f"interleave is {read.interleave} without pipeline stages")
+
+
+def _refuse_unsaid(row: Mapping[str, str]) -> None:
+    """Raise for columns beyond those of the format that say what a price would have to know, and does not."""
+    for column, what in _UNPRICED.items():
+        if (row.get(column) or "").strip().lower() not in _NEUTRAL:
+            raise CostModelError(f"{column} is {row[column]!r}: {what}")
 
 
 def _text(row: Mapping[str, str], column: str) -> str:

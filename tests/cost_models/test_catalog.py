@@ -11,6 +11,19 @@ ENTRIES = [(section, name) for section in SECTIONS for name in catalog.names(sec
 PROMISED = (
     *("v100-16gb", "v100-32gb", "a100-sxm-40gb", "a100-sxm-80gb", "a100-pcie-40gb", "a100-pcie-80gb"),
     *("h100-sxm-80gb", "h100-pcie-80gb", "h100-sxm-96gb-hbm2e", "h200", "gh200", "b200", "b300", "gb200"),
+    *(
+        "v100-sxm3-32gb",
+        "h100-nvl-94gb",
+        "h20-96gb",
+        "a6000",
+        "rtx-3090",
+        "rtx-5090",
+        "a10",
+        "l40",
+        "t4",
+        "mi250",
+        "mi210",
+    ),
     *("l4", "l40s", "a10g", "rtx-4090", "mi250x", "mi300x", "mi325x", "mi355x", "cpu"),
 )
 

@@ -1,4 +1,5 @@
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import catalog
-from cost_models.compute import attention_s, matmul_compute_s, matmul_s, memory_bound_s, optimizer_s
+from cost_models.compute import accumulate_s, attention_s, matmul_compute_s, matmul_s, memory_bound_s, optimizer_s
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.memory import DtypeOf, allocated_bytes, optimizer_state_bytes, optimizer_traffic_bytes, usable_bytes
@@ -149,6 +150,13 @@ def test_an_optimizer_step_is_memory_bound():
     spec = catalogued_device("a100-sxm-80gb")
     expected = 28e9 / (2039e9 * spec.memory_efficiency)
     assert float(optimizer_s(1e9, "adamw", spec, implementation="fused")) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_product_that_adds_to_the_sum_itself_only_reads_it():
+    apart = replace(catalogued_device("h100-sxm-80gb"), memory_half_bytes=0.0)
+    inside = replace(apart, sums_in_products=True)
+
+    assert float(accumulate_s(1e9, apart)) == pytest.approx(3 * float(accumulate_s(1e9, inside)))
 
 
 def test_allocations_are_rounded_up():

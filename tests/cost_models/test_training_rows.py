@@ -26,6 +26,8 @@ WRONG = [
     ({"gpus_per_node": "48"}, "64 GPUs do not fill nodes of 48"),
     ({"inter_node_Gbit_per_s_per_node": "0"}, "no inter_node_Gbit_per_s_per_node"),
     ({"kv_heads": "3"}, "heads 16 and kv_heads 3 do not divide"),
+    ({"ep": "8"}, "ep is '8': experts split over ranks are not priced"),
+    ({"cp": "2"}, "cp is '2': sequences split over ranks by context parallelism are not priced"),
     ({"pp": "1", "dp": "8", "interleave": "2"}, "interleave is 2 without pipeline stages"),
 ]
 
@@ -56,6 +58,32 @@ def test_the_rows_machines_have_its_bandwidths():
 
     assert (cluster.node_count, cluster.devices_per_node) == (8, 8)
     assert [level.bytes_per_s for level in cluster.levels] == [300e9, 200e9]
+
+
+@pytest.mark.parametrize(("per_node", "gbit"), [("4", "1600"), ("72", "28800"), ("64", "25600")])
+def test_a_rack_of_joined_devices_is_one_node_however_it_is_counted(per_node: str, gbit: str):
+    rack = {
+        "device": "gb200",
+        "gpus": "128",
+        "dp": "8",
+        "gpus_per_node": per_node,
+        "intra_node_GB_per_s_per_gpu": "900",
+    }
+
+    cluster = training_cluster(read_training_row({**ROW, **rack, "inter_node_Gbit_per_s_per_node": gbit}))
+
+    assert (cluster.node_count, cluster.devices_per_node) == (2, 64)
+    assert [level.bytes_per_s for level in cluster.levels] == [900e9, 64 * 50e9]
+
+
+def test_columns_that_change_nothing_are_no_reason_to_refuse_a_row():
+    neutral = {"ep": "1", "cp": "1", "experts": "0", "offload": "no"}
+
+    assert read_training_row({**ROW, **neutral}) == read_training_row(ROW)
+
+
+def test_a_rows_device_may_be_spelled_as_its_maker_does():
+    assert read_training_row({**ROW, "device": "NVIDIA A100-SXM4-40GB"}).device == "a100-sxm-40gb"
 
 
 def test_a_framework_that_nobody_knows_is_pytorchs_own():
