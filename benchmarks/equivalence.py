@@ -39,14 +39,16 @@ FLOOR = 1e-4
 STEPS = 5
 
 
-def results(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return all that is compared, as tensors or DTensors."""
+def results(model: Any, inputs: dict[str, Any], *, evaluate: bool = True) -> dict[str, Any]:
+    """Return all that is compared, as tensors or DTensors; without `evaluate`, nothing of eval()."""
     import torch
 
-    model.eval()
-    with torch.no_grad():
-        evaluated = _tensors(model(**inputs))
-    model.train()
+    evaluated = []
+    if evaluate:
+        model.eval()
+        with torch.no_grad():
+            evaluated = _tensors(model(**inputs))
+        model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, gradients = [], {}
     for step in range(STEPS):
@@ -122,7 +124,7 @@ def _relative(a: Any, b: Any) -> float:
 
 
 def _largest(got: list[Any], wanted: list[Any]) -> float:
-    return max(_relative(a, b) for a, b in zip(got, wanted, strict=True))
+    return max((_relative(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
 
 
 def _joint(got: dict[str, Any], wanted: dict[str, Any]) -> float:
@@ -138,6 +140,7 @@ def unequal_replicas(found: dict[str, Any]) -> list[str]:
     """Return the names of values that differ in some bit between ranks that hold the same part of them."""
     import hashlib
 
+    import torch
     import torch.distributed as dist
 
     mine = {}
@@ -145,7 +148,7 @@ def unequal_replicas(found: dict[str, Any]) -> list[str]:
         values = found[group]
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             local = value.to_local() if hasattr(value, "to_local") else value
-            digest = hashlib.sha256(local.contiguous().numpy().tobytes()).hexdigest()
+            digest = hashlib.sha256(local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
             mine[f"{group} {name}"] = (_part(value), digest)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -46,6 +46,11 @@ def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy
             source = along[graph.representative(ref.op)]
             if _crosses(graph, op, slot, mine, source, counted):
                 raise _needs_all(op)
+    for output in graph.outputs:
+        if output.kind == "mutation" and output.ref is not None:
+            made = along[graph.representative(output.ref.op)].outputs[output.ref.index]
+            if not isinstance(made, Replicate):
+                raise _updated_by_all(graph.by_name[output.name].target, graph.by_name[output.ref.op])
 
 
 @once_per_graph
@@ -78,6 +83,13 @@ def _of_inputs_alone(graph: Graph) -> frozenset[str]:
         if op.kind in {"input", "constant"} or (op.kind == "call" and all(ref.op in found for ref in op.refs)):
             found.add(op.name)
     return frozenset(found)
+
+
+def _updated_by_all(buffer: str, op: Op) -> InfeasibleError:
+    return InfeasibleError(
+        f"the batch cannot be cut into micro-batches: the new value of buffer {buffer} comes of all samples of a step "
+        f"({op.where}); leave microbatch and pp out, or update it outside forward"
+    )
 
 
 def _needs_all(op: Op) -> InfeasibleError:

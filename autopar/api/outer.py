@@ -325,7 +325,7 @@ class Outer:
             return found
         share = self.solving.rough("none", self.wishes).share_over(shape, rough, self.solving.budget)
         mixed = rough.estimate_s(shape, once * (1.0 + share * (more - 1.0)), self.solving.budget)
-        self._mixed[trial] = found / mixed
+        self._mixed[trial] = found / mixed if mixed else 1.0
         return mixed
 
     def _more(self, recompute: Recompute, width: int, size: int) -> float:

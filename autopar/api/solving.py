@@ -291,8 +291,8 @@ class Solving:
         if len(starts) != 1 or any(meta is not None and meta.shape for meta in starts[0].outputs):
             raise InfeasibleError(
                 f"several micro-batches need a model that returns its loss, one scalar; here gradients start at "
-                f"{', '.join(op.target for op in starts) or 'no output'}. Compute the loss inside forward, or leave pp "
-                "and microbatch out"
+                f"{', '.join(op.target for op in starts) or 'no output'}. Compute the loss inside forward and "
+                "detach() other scalars, or leave pp and microbatch out"
             )
 
     def _split(self, trial: Trial, wishes: Wishes, wanted: Wanted) -> Split:

@@ -16,7 +16,7 @@ from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturabl
 from autopar.capture.fake import FakeModel
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
 from autopar.capture.masks import simplify_masks
-from autopar.capture.merge import merge_equal_views
+from autopar.capture.merge import drop_idle_strides, merge_equal_views
 from autopar.capture.naming import names_in_order, rename_nodes, renamed_ops, renamed_outputs
 from autopar.capture.origin import user_line
 from autopar.capture.trace import PREFIX, Traced, trace
@@ -79,6 +79,7 @@ def _assemble(
 ) -> Captured:
     joint = traced.joint
     simplify_masks(joint)
+    drop_idle_strides(joint)
     merge_equal_views(joint)
     names = Names(
         model=name,

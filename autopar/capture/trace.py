@@ -24,6 +24,7 @@ from autopar._torch import (
     storage_key,
     without_guards,
 )
+from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
 from autopar.capture.errors import value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
@@ -84,6 +85,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         with without_guards():
             graph = dynamo_capture(program)(*inputs)
         _require_static(graph, name)
+        open_bags(graph)
         loose = _restore_names(graph, program, fake)
         result = _plain_outputs(graph)
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
@@ -116,7 +118,7 @@ def _ambient(with_backward: bool) -> Iterator[None]:
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
         # What these calls print is for people; the program's values do not depend on it.
         said = {builtins.print, warnings.warn, logging.Logger.info, logging.Logger.warning, logging.Logger.debug}
-        stack.enter_context(dynamo_settings(ignore_logging_functions=said))
+        stack.enter_context(dynamo_settings(ignore_logging_functions=said, allow_rnn=True))
         yield
 
 

@@ -405,6 +405,7 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
     graph, links = outcome.graph, outcome.links
     starts, ends = parameter_like(graph), gradient_like(graph)
     roots = roots_of(graph)
+    again = _moved_before(outcome, roots)
     for op in graph.ops:
         rep = graph.representative(op.name)
         strategy = outcome.strategy(rep)
@@ -421,7 +422,7 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
             one = ref.op in roots and outcome.keeps_gather(roots[ref.op]) and outcome.microbatches > 1
             times = 1 if summed or one else outcome.microbatches
             messages = links.route_messages(have, need, graph.meta(ref), flat=behind and bool(links.flat_bytes))
-            whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts
+            whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts and ref.op not in again
             # A gradient that is cast once it is reduced; with micro-batches, its sum is what is reduced.
             last = outcome.microbatches == 1 and ref.op in ends and op.name in ends and len(op.refs) == 1
             whole = whole or (last and len(messages) == 1 and messages[0].op in REDUCTIONS)
@@ -471,6 +472,18 @@ def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
                 mergeable=summed and output.ref.op in ends and not early, tensor=named.moved, source=output.ref,
                 copy=key, readers=(output.ref.op,) if early else (),
             )  # fmt: skip
+
+
+def _moved_before(outcome: Outcome, roots: Mapping[str, str]) -> set[str]:
+    """Return what is made of a parameter that was moved already: its gather waits for another, so it goes alone."""
+    graph = outcome.graph
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.name in roots and op.refs:
+            (need,) = outcome.strategy(graph.representative(op.name)).inputs
+            if op.refs[0].op in found or copy_read(outcome, roots, op, op.refs[0], need) is not None:
+                found.add(op.name)
+    return found
 
 
 def _readers(outcome: Outcome, ref: Ref, need: Layout, phase: str | None) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ VIEWS = frozenset(
         "expand.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "slice.Tensor",
         "select.int", "split.Tensor", "split_with_sizes.default", "unbind.int", "alias.default", "detach.default",
         "as_strided.default", "chunk.default", "narrow.default", "view_as_real.default", "unfold.default",
-        "_reshape_alias.default", "view.dtype", "diagonal.default", "lift_fresh_copy.default",
+        "_reshape_alias.default", "view.dtype",
+        "unsafe_split.Tensor", "unsafe_split_with_sizes.default", "diagonal.default", "lift_fresh_copy.default",
         "view_as_complex.default",
     )
 )  # fmt: skip

@@ -205,6 +205,8 @@ _EDITS: Mapping[str, Edit] = {
     "aten.slice_backward.default": _slice_backward,
     "aten.split.Tensor": _piece,
     "aten.split_copy.Tensor": _piece,
+    "aten.unsafe_split.Tensor": _piece,
+    "aten.unsafe_split_with_sizes.default": _pieces,
     "aten.split_with_sizes.default": _pieces,
     "aten.split_with_sizes_copy.default": _pieces,
     "aten.embedding_dense_backward.default": lambda place: {"num_weights": place.output()[0]},

@@ -111,7 +111,8 @@ def input_differs(path: str, wanted: TensorMeta, local: tuple[int, ...], got: Te
     whole = f" (this rank's part of {wanted})" if local != wanted.shape else ""
     return InputMismatchError(
         f"argument {path} is {got}, and the plan was made for {TensorMeta(local, wanted.dtype)}{whole}\n"
-        "bring inputs of the planned shapes, or plan again with example_inputs of this form"
+        "bring inputs of the planned shapes (drop_last=True, for a last batch that is smaller), or plan again with "
+        "example_inputs of this form"
     )
 
 

@@ -97,6 +97,7 @@ class Step:
         self._totals: dict[str, torch.Tensor] = {}
         self._locals: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
+        self._mutations: dict[str, torch.Tensor] = {}
         self.action: Action | None = None
         """What it does, for messages about what stopped it."""
 
@@ -136,6 +137,7 @@ class Step:
         self.action = None
         for stage in self._way.stages.values():
             stage.reset()
+        self._mutate()
         outputs = sources.outputs.whole()
         self._sum_ties()
         self._sum_inputs()
@@ -182,9 +184,7 @@ class Step:
         """Put away what an action made for the model and its user."""
         sources = self._sources
         sources.outputs.add(action.microbatch, made.outputs)
-        for name, new in made.mutations.items():
-            table, key = sources.tables[name]
-            local_of(table[key]).copy_(new)
+        self._mutations.update(made.mutations)
         stage = self._way.stages[action.stage]
         for name, gradient in made.gradients.items():
             if name in sources.inputs:
@@ -198,6 +198,12 @@ class Step:
             for name, gradient in stage.finished().items():
                 held = self._gradients.get(name)
                 self._gradients[name] = gradient if held is None else held + gradient
+
+    def _mutate(self) -> None:
+        """Give buffers their new values, once: every micro-batch reads what they were when the step began."""
+        for name, new in self._mutations.items():
+            table, key = self._sources.tables[name]
+            local_of(table[key]).copy_(new)
 
     def _add_input(self, name: str, microbatch: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of an input, of which a micro-batch may have its rows."""

@@ -40,6 +40,28 @@ def _embedding_backward(call: Call) -> Iterator[Strategy]:
     )
 
 
+def _bag(call: Call) -> Iterator[Strategy]:
+    """Yield those of bags that begin where a tensor says: their rows are theirs, columns split."""
+    if call.arg("mode") == _MAXIMA:
+        yield call.replicated()
+        return
+    rest = [((),) * len(call.result(i)) for i in range(1, 4)]
+    yield from call.named(
+        {"weight": ((), ("w",))}, [((), ("w",)), *rest], apart=frozenset((i, "w") for i in range(1, 4))
+    )
+
+
+def _bag_backward(call: Call) -> Iterator[Strategy]:
+    if call.arg("mode") == _MAXIMA:
+        yield call.replicated()
+        return
+    yield from call.named({"grad": ((), ("w",))}, [((), ("w",))], linear=(("grad",),))
+
+
+_MAXIMA = 2
+"""Mode of embedding bags that take maxima (torch.nn.functional.embedding_bag)."""
+
+
 def _apart(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the index factors under names that the table's own (`v`, `w`) cannot be."""
     return tuple(f"{name}'" for name in names)
@@ -48,4 +70,6 @@ def _apart(names: tuple[str, ...]) -> tuple[str, ...]:
 RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten._embedding_bag.default": _bag,
+    "aten._embedding_bag_backward.default": _bag_backward,
 }

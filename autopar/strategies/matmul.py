@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from autopar.ir.rule import Dims, Rule
+from autopar.ir.rule import Dims, Rule, letters, plain
 from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
 
@@ -36,12 +36,39 @@ def _baddbmm(call: Call) -> Iterator[Strategy]:
     return _added(call, "self", "bmm", "bmk bkn -> bmn")
 
 
+def _distances(call: Call) -> Iterator[Strategy]:
+    """Yield those of distances between all rows of one tensor and all of another: [..., p, m] [..., r, m]."""
+    return call.by(_between_rows(call, ("x1", "x2"), "pr"))
+
+
+def _distances_backward(call: Call) -> Iterator[Strategy]:
+    return call.by(_between_rows(call, ("grad", "x1", "x2", "cdist"), "pm"))
+
+
+def _between_rows(call: Call, operands: tuple[str, ...], result: str) -> Rule:
+    ends = {"x1": "pm", "x2": "rm", "grad": "pr", "cdist": "pr"}
+    batch = letters(len(call.result()) - 2)
+    return Rule(
+        inputs=tuple(
+            (*aligned(call.shape(name)[:-2], plain(batch)), *plain(f"{each}'" for each in ends[name]))
+            for name in operands
+        ),
+        outputs=((*plain(batch), *plain(f"{each}'" for each in result)),),
+        whole=frozenset({"m'"}),
+        linear=(frozenset({0}),) if operands[0] == "grad" else (),
+    )
+
+
 RULES: Mapping[str, Callable[[Call], Iterable[Strategy]] | Rule] = {
     "aten.mm.default": Rule.parse("mk kn -> mn"),
     "aten.bmm.default": Rule.parse("bmk bkn -> bmn"),
     "aten.mv.default": Rule.parse("mk k -> m"),
     "aten.dot.default": Rule.parse("k k -> ."),
+    "aten.vdot.default": Rule.parse("k k -> ."),
     "aten.addmm.default": _addmm,
     "aten.baddbmm.default": _baddbmm,
+    "aten._euclidean_dist.default": _distances,
+    "aten._cdist_forward.default": _distances,
+    "aten._cdist_backward.default": _distances_backward,
     "aten._scaled_mm.default": lambda call: (call.replicated(),),
 }

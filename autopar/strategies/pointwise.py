@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from autopar.ir.graph import Const, Ref
+from autopar.ir.placement import Partial
 from autopar.ir.rule import Dims, Rule, letters, plain
 from autopar.ir.strategy import Strategy
 from autopar.ir.tensor import FLOATING
@@ -33,12 +34,22 @@ def _pointwise(call: Call, linear: Groups) -> Iterator[Strategy]:
     )
 
 
+def _shifted(call: Call) -> Iterator[Strategy]:
+    """Yield those of a sum with a plain number: terms of a loss share it among them (`1 - similarity.mean()`)."""
+    yield from pointwise(call)
+    single = not call.result() and call.metas[0].is_floating
+    if single and not _linear_in(call) and not _is_tensor(call, "other"):
+        yield call.strategy({0: Partial()}, {0: Partial()}, "share")
+
+
 def _is_tensor(call: Call, name: str) -> bool:
     return isinstance(call.arg(name), Ref)
 
 
 def _sum(call: Call) -> Groups:
-    return (("self", "other"),) if _is_tensor(call, "self") and _is_tensor(call, "other") else ()
+    if not _is_tensor(call, "other"):
+        return (("self",),) if call.arg("other") == 0 else ()  # what Python's sum() begins with
+    return (("self", "other"),) if _is_tensor(call, "self") else ()
 
 
 def _product(call: Call) -> Groups:
@@ -155,4 +166,7 @@ _UNTAGGED = (
 )
 """Operators on elements that torch does not tag as pointwise in every version."""
 
-RULES: Mapping[str, Callable[[Call], Iterator[Strategy]]] = dict.fromkeys((*LINEAR, *_UNTAGGED), pointwise)
+RULES: Mapping[str, Callable[[Call], Iterator[Strategy]]] = {
+    **dict.fromkeys((*LINEAR, *_UNTAGGED), pointwise),
+    **{f"aten.{name}": _shifted for name in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar")},
+}

@@ -189,6 +189,8 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.select_scatter.default": _select_scatter,
     "aten.split.Tensor": _split,
     "aten.split_copy.Tensor": _split,
+    "aten.unsafe_split.Tensor": _split,
+    "aten.unsafe_split_with_sizes.default": _split,
     "aten.split_with_sizes.default": _split,
     "aten.split_with_sizes_copy.default": _split,
     "aten.unbind.int": _unbind,

@@ -368,3 +368,16 @@ def test_prints_in_forward_are_left_out():
             return super().forward(x)
 
     assert capture(Talks(4, 4), (X,)).graph.ops
+
+
+def test_strides_that_say_nothing_leave_no_operator():
+    class Pooled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.adaptive_avg_pool1d(x.transpose(1, 2), 1).flatten(1)
+
+    model, x = Pooled(), torch.randn(4, 6, 8)
+
+    captured = capture(model, (x,))
+
+    assert not [op for op in captured.graph.ops if "as_strided" in op.target]
+    torch.testing.assert_close(run(captured, model, (x,)).result, model(x))

@@ -38,7 +38,7 @@ class Weighted(nn.Module):
         last = hidden[:, 0]
         tokens = functional.cross_entropy(logits[:, 1:].flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         rest = functional.cross_entropy(self.head(last), kinds) + last.square().mean() + 0.1 * self.head.bias.sum()
-        return logits, 2 * tokens + rest
+        return logits, 1 - sum([2 * tokens, rest])  # sum() begins with 0
 
 
 def weighted() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -38,7 +38,8 @@ CASES = {
     "input": (
         errors.input_differs("ids", TensorMeta((8, 16), "int64"), (4, 16), TensorMeta((3, 16), "int64")),
         "argument ids is int64[3, 16], and the plan was made for int64[4, 16] (this rank's part of int64[8, 16])\n"
-        "bring inputs of the planned shapes, or plan again with example_inputs of this form",
+        "bring inputs of the planned shapes (drop_last=True, for a last batch that is smaller), or plan again with "
+        "example_inputs of this form",
     ),
     "peer": (
         errors.message_lost(1, 2, "relu", "forward of stage 3, micro-batch 0", "timed out.\nmore", sending=False),

@@ -21,6 +21,12 @@ def matmul() -> Iterator[Case]:
     yield c("bmm.default", f(4, 2, 6), f(4, 6, 8))
     yield c("mv.default", f(4, 8), f(8))
     yield c("dot.default", f(8), f(8))
+    yield c("vdot.default", f(8), f(8))
+    yield c("_euclidean_dist.default", f(4, 6), f(8, 6))
+    yield c("_cdist_forward.default", f(2, 4, 6), f(2, 8, 6), 2.0, None)
+    yield c("_cdist_forward.default", f(2, 4, 6), f(1, 8, 6).expand(2, 8, 6), 1.0, 2)
+    first, second = f(2, 4, 6), f(2, 8, 6)
+    yield c("_cdist_backward.default", f(2, 4, 8), first, second, 2.0, torch.cdist(first, second))
     yield c("addmm.default", f(6), f(4, 8), f(8, 6))
     yield c("addmm.default", f(4, 6), f(4, 8), f(8, 6), beta=2, alpha=3)
     yield c("baddbmm.default", f(4, 1, 8), f(4, 2, 6), f(4, 6, 8), alpha=0.5)
@@ -95,10 +101,10 @@ def slices() -> Iterator[Case]:
         yield c(f"{name}.int", f(4, 2, 6), -1, -1)
     yield c("select_backward.default", f(4, 6), [4, 3, 6], 1, 2)
     yield c("select_scatter.default", f(4, 3, 6), f(4, 6), 1, 2)
-    for name in ("split", "split_copy"):
+    for name in ("split", "split_copy", "unsafe_split"):
         yield c(f"{name}.Tensor", f(4, 12), 4, 1)
         yield c(f"{name}.Tensor", f(4, 12), 5, -1)
-    for name in ("split_with_sizes", "split_with_sizes_copy"):
+    for name in ("split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"):
         yield c(f"{name}.default", f(4, 16), [8, 4, 4], -1)
         yield c(f"{name}.default", f(4, 18), [2, 8, 8], -1)
     for name in ("unbind", "unbind_copy"):
@@ -219,6 +225,11 @@ def embedding() -> Iterator[Case]:
     for padding, by_frequency in ((-1, False), (3, False), (-1, True)):
         places = i(12, 4, 8)
         yield c("embedding_dense_backward.default", f(4, 8, 6), places, 12, padding, by_frequency)
+    table, places, begin = f(12, 6), i(12, 10), torch.tensor([0, 2, 5, 7])
+    for mode in range(3):
+        yield c("_embedding_bag.default", table, places, begin, False, mode)
+        found = torch.ops.aten._embedding_bag(table, places, begin, False, mode)
+        yield c("_embedding_bag_backward.default", f(4, 6), places, begin, *found[1:], 12, False, mode, False, None)
 
 
 def softmax() -> Iterator[Case]:

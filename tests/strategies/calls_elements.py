@@ -76,6 +76,9 @@ def unary() -> Iterator[Case]:
     yield c("mul.Scalar", f(4, 6), 3.0)
     yield c("div.Scalar", f(4, 6), 3.0)
     yield c("rsub.Scalar", f(4, 6), 1)
+    for name in ("add.Scalar", "sub.Scalar", "rsub.Scalar", "add.Tensor", "sub.Tensor"):
+        yield c(name, f(), 1)
+        yield c(name, f(4, 6), 0)
     yield c("prims.convert_element_type.default", f(4, 6), torch.float32)
     yield c("fill.Scalar", f(4, 6), 2.0)
     yield c("logit_backward.default", f(4, 6), p(4, 6))

@@ -48,6 +48,10 @@ LOWERINGS: Mapping[str, Lowering] = {
             "binary_cross_entropy_with_logits.default",
         )
     },
+    **{
+        f"aten.{name}": loss.shared
+        for name in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar")
+    },
     "aten._native_batch_norm_legit_functional.default": norms.batch_norm,
     "aten._native_batch_norm_legit.no_stats": norms.batch_norm,
     "aten.native_batch_norm_backward.default": norms.batch_norm_backward,

@@ -30,6 +30,15 @@ def scaled(site: Site) -> fx.Node:
     return site.call(aten.mul.Tensor, site.call(target, *site.args, **site.kwargs), 1.0 / parts)
 
 
+def shared(site: Site) -> fx.Node:
+    """Emit a sum of this rank's term of a value and its share of a plain number."""
+    space, packet, overload = site.op.target.split(".")
+    target = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    parts = math.prod(site.mesh.sizes[axis] for axis in site.axes("share"))
+    value, number, *rest = site.args
+    return site.call(target, value, number / parts, *rest, **site.kwargs)
+
+
 def nll_loss(site: Site) -> tuple[fx.Node, fx.Node]:
     """Emit the loss of this rank's tokens and classes as a term of the whole, and the whole weight of all tokens."""
     scores, target, weight, reduction, ignored = _arguments(site)
