@@ -233,7 +233,8 @@ class Planner:
             if chosen.step_s <= allowed:
                 best.why_not = "as fast within what predictions can tell, and has more parts"
                 best = chosen
-        if best.outcome is None or wishes.zero is not None or not best.outcome.gathers:
+        wanted = wishes.zero is not None or "dp_shard" in wishes.fixed
+        if best.outcome is None or wanted or not best.outcome.gathers:
             return best
         less = replace(wishes, zero=0)
         bounded = self._solving.bound(best.trial, less, outer.left_s)

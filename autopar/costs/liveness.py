@@ -179,11 +179,15 @@ def gradient_indices(graph: Graph, op: Op) -> tuple[int, ...]:
     return tuple(index for index in range(len(op.outputs)) if (op.name, index) in returned)
 
 
+_ADD_THEMSELVES = frozenset({"aten.mm.default", "aten.bmm.default"})
+"""Operators that programs let add to a gradient's sum: the gradient is nowhere by itself (`runtime.summing`)."""
+
+
 def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
     """Return how long values live in a step.
 
     Gradients that add up over micro-batches are there from the start, and beside them that of one micro-batch which is
-    being added.
+    being added, but for products, which add themselves.
     """
     if not accumulates:
         return lives(graph)
@@ -193,7 +197,9 @@ def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
     found = []
     for each in lives(graph):
         key = (each.op, each.index)
-        if key in summed:
+        if key in summed and graph.by_name[each.op].target in _ADD_THEMSELVES:
+            found.append(replace(each, first=0))
+        elif key in summed:
             found += [replace(each, last=max(each.first, read.get(key, 0))), replace(each, first=0)]
         else:
             found.append(each)

@@ -19,7 +19,7 @@ PLANS = [
     ("llama", "cpu:4", {"tp": 2}),
     ("llama", "cpu:4", {"dp_shard": 4, "zero": 3, "recompute": "full"}),
     ("gpt2", "cpu:4", {"tp": 4}),
-    ("bert", "cpu:2x2", {"dp_shard": 2}),
+    ("bert", "cpu:2x2", {"dp_shard": 2, "tp": 2, "pp": 1, "microbatch": 4}),
     ("t5", "cpu:2", {"tp": 2}),
     ("vit", "cpu:4", {"dp_replicate": 2, "dp_shard": 2}),
     ("resnet", "cpu:2", {"dp_replicate": 2}),

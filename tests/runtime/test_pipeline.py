@@ -183,7 +183,7 @@ def evaluate(rank: int) -> None:
     local = prediction.to_local()
     torch.testing.assert_close(local, want.detach() if rank else torch.empty(0, dtype=torch.float64))
     if not rank:
-        assert mine.calls.item() == schedule.microbatches
+        assert mine.calls.item() == 1  # as on one device, however many micro-batches
 
 
 def test_without_gradients_only_forwards_run_and_the_last_stage_holds_the_larger_output(pool: RankPool):
