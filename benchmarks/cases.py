@@ -20,6 +20,9 @@ PLANS: dict[str, dict[str, Fix]] = {
         "2x2": {"dp_replicate": 2, "dp_shard": 2, "zero": 3},
     },
     "micro": {"2": {"dp_replicate": 2, "microbatch": 2}, "4": {"tp": 4, "microbatch": 4}},
+    "micro-zero1": {"2": {"dp_shard": 2, "zero": 1, "microbatch": 2}},
+    "micro-zero2": {"2": {"dp_shard": 2, "zero": 2, "microbatch": 2}},
+    "micro-zero3": {"2": {"dp_shard": 2, "zero": 3, "microbatch": 2}},
     "gpipe": {
         "2": {"pp": 2, "schedule": "gpipe", "microbatch": 4},
         "4": {"pp": 4, "schedule": "gpipe", "microbatch": 2},
@@ -50,7 +53,7 @@ PLANS: dict[str, dict[str, Fix]] = {
 """What each kind of plan fixes on the meshes on which it is run. Micro-batches are no multiple of the stages, but in
 `pp-tp` on 8 ranks; with `dp` inside, each replica has so many."""
 
-_NEVER = {"resnet": {"micro", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "pp-dp", "pp-tp", "pp-dp-tp"}}
+_NEVER = {"resnet": {name for name in PLANS if name not in {"free", "tp", "dp", "sharding"}}}
 """BatchNorm's statistics are those of the whole batch: plans that cut the batch in time are refused."""
 
 _STACKS = {
