@@ -15,6 +15,13 @@ COLLECTIVE = "collective"
 """Key of `node.meta`: what the plan calls the collective that a node issues or waits for."""
 
 
+def planned_name(start: fx.Node) -> str:
+    """Return what the plan calls the collective that a node issues."""
+    found = mark(start)
+    axis = axis_of(str(start.args[-1]))
+    return collective_name(COLLECTIVES[cast("Any", start.target)], found.moves, axis, found.phase)
+
+
 @dataclass(frozen=True, slots=True)
 class NameCollectives:
     """Note on each issue of a collective, and on what waits for it, what the plan calls it. Nothing is changed."""
@@ -23,10 +30,7 @@ class NameCollectives:
         """Mark the nodes and return 0."""
         for node in gm.graph.nodes:
             if role(node) == "start" and node.op == "call_function":
-                found = mark(node)
-                axis = axis_of(str(node.args[-1]))
-                name = collective_name(COLLECTIVES[cast("Any", node.target)], found.moves, axis, found.phase)
-                node.meta[COLLECTIVE] = name
+                node.meta[COLLECTIVE] = planned_name(node)
             elif role(node) == "wait" and node.op == "call_function":
                 start = node.all_input_nodes[0]
                 while start.all_input_nodes and COLLECTIVE not in start.meta:

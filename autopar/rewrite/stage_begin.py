@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from torch import fx
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Decisions
-from autopar.ir.tasks import axis_of, collective_name
-from autopar.rewrite.marks import COLLECTIVES, mark, role
+from autopar.rewrite.marks import mark, role
+from autopar.rewrite.naming import COLLECTIVE, planned_name
 from autopar.rewrite.partition import ancestors
 from autopar.rewrite.passes import run_passes
 from autopar.rewrite.programs import LAST
@@ -73,17 +72,11 @@ def hoisted(gm: fx.GraphModule, graph: Graph, decisions: Decisions) -> Begun:
             readers = [each for each in node.users if each not in inside]
             if role(node) == "wait" and role(node.all_input_nodes[0]) == "start" and not inside:
                 source, readers = node.all_input_nodes[0], [node]
-                given.meta["collective"] = _name(source)
+                given.meta[COLLECTIVE] = planned_name(source)
             for user in readers:
                 user.replace_input_with(source, given)
             made[name], parameter_of[name] = source, start.name
     return Begun(gm, made, parameter_of)
-
-
-def _name(start: fx.Node) -> str:
-    found = mark(start)
-    axis = axis_of(str(start.args[-1]))
-    return collective_name(COLLECTIVES[cast("Any", start.target)], found.moves, axis, found.phase)
 
 
 def _gathered(start: fx.Node) -> Sequence[fx.Node]:

@@ -21,9 +21,9 @@ from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Recompute, Trial
-from cost_models.cluster import ClusterSpec
 from tests.support.ranks import RankPool
 from tests.support.training import Trained, train
+from tests.support.two_hosts import cluster
 
 MESH = (MeshAxis("dp_replicate", 2),)
 FIX = {"pp": 1, "dp_replicate": 2, "microbatch": 64}
@@ -46,16 +46,6 @@ class Wide(nn.Module):
 
 def captured(*widths: int) -> Captured:
     return capture(Wide(widths), (torch.empty(128, 32),))
-
-
-def cluster(memory_bytes: int) -> ClusterSpec:
-    return ClusterSpec.from_dict({
-        "version": 1,
-        "name": "two",
-        "devices": {"core": {"preset": "cpu", "memory": {"capacity": f"{memory_bytes} B", "reserved": "0 B"}}},
-        "nodes": {"host": {"device": "core", "count": 1, "nic": {"bandwidth": "1 Gbit/s", "latency": "100us"}}},
-        "groups": [{"node": "host", "count": 2}],
-    })  # fmt: skip
 
 
 def planned(program: Captured, memory_bytes: int, **fix: object) -> Plan:

@@ -12,7 +12,7 @@ from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
-from cost_models.cluster import ClusterSpec
+from tests.support.two_hosts import cluster
 
 
 class Deep(nn.Module):
@@ -24,16 +24,6 @@ class Deep(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
-
-
-def cluster(memory_bytes: int) -> ClusterSpec:
-    return ClusterSpec.from_dict({
-        "version": 1,
-        "name": "two",
-        "devices": {"core": {"preset": "cpu", "memory": {"capacity": f"{memory_bytes} B", "reserved": "0 B"}}},
-        "nodes": {"host": {"device": "core", "count": 1, "nic": {"bandwidth": "1 Gbit/s", "latency": "100us"}}},
-        "groups": [{"node": "host", "count": 2}],
-    })  # fmt: skip
 
 
 def plans_as_memory_shrinks() -> list[Plan]:
