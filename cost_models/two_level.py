@@ -6,6 +6,7 @@ An axis of p ranks whose r neighbours share fast links is r x (p / r). In two le
     all_reduce      reduce_scatter(n) inside, all_reduce(n / r) across, all_gather(n) inside
     all_gather      all_gather(n / r) across, all_gather(n) inside
     reduce_scatter  reduce_scatter(n) inside, reduce_scatter(n / r) across
+    all_to_all      all_to_all(n) inside, all_to_all(n) across
 
 Across, the r groups of a node run at once and share its adapters: each has 1 / r of the bandwidth. So the slow links
 carry 2 n (h - 1) / h of an all-reduce over h nodes, where one flat ring carries 2 n (p - 1) / p: most is won on few
@@ -19,7 +20,9 @@ where s is t without the fill of the library's own pipeline, which the chunks be
 gloo on 2 hosts x 2 ranks at 1 Gbit/s, k of 1, 4, 8 and 16: 390, 354, 315 and 322 ms; `T`: 348, 311, 307, 311.)
 
 A gather across brings the blocks of one place inside each node; inside, those of each node are gathered to where they
-belong, in one call of the library for all nodes, so that nothing is permuted. A scatter is the reverse.
+belong, in one call of the library for all nodes, so that nothing is permuted. A scatter is the reverse. An all-to-all
+first hands inside, to the rank of each place, what is for that place in any node: the slow links carry the same bytes
+as before, in h - 1 messages a rank instead of p - r, so that it pays where messages are short.
 
 Source: the scheme of two levels is that of MPI libraries, Thakur, Rabenseifner & Gropp 2005 (see `collectives`), and of
 NCCL users' own 2D reductions. Not modelled: the
@@ -33,7 +36,7 @@ from dataclasses import dataclass, replace
 from cost_models.collectives import collective_s, collective_terms
 from cost_models.topology import Hop
 
-TWO_LEVEL = ("all_reduce", "all_gather", "reduce_scatter")
+TWO_LEVEL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Operations that have a form in two levels."""
 
 
@@ -75,6 +78,7 @@ def pieces(op: str, full_bytes: float, hops: Sequence[Hop], inside: int) -> tupl
         ),
         "all_gather": (Piece("all_gather", part, outer), Piece("all_gather", full_bytes, inner)),
         "reduce_scatter": (Piece("reduce_scatter", full_bytes, inner), Piece("reduce_scatter", part, outer)),
+        "all_to_all": (Piece("all_to_all", full_bytes, inner), Piece("all_to_all", full_bytes, outer)),
     }[op]
 
 

@@ -175,7 +175,9 @@ class Job:
         squeezed = squeeze(plan.decisions)
         if self.local and captured is not None:
             self._split = batch_axes(captured.graph, squeezed)
-        pipeline = PipelineRanks.of(squeezed.mesh, depth(squeezed), self.ranks) if is_staged(squeezed) else None
+        pipeline = None
+        if is_staged(squeezed):
+            pipeline = PipelineRanks.of(squeezed.mesh, depth(squeezed), self.ranks, squeezed.levels)
         names = None
         if pipeline is not None and pipeline.depth > 1:
             names = self._names_here(pipeline, training, captured)

@@ -25,7 +25,7 @@ from autopar.ir.tasks import (
     waiting,
 )
 from autopar.ir.timeline import Timeline
-from autopar.search.overlap import Scheduled, schedule
+from autopar.search.overlap import END, Scheduled, schedule
 from autopar.simulate.streams import Replay, held_bytes, peak_bytes, replay
 
 
@@ -95,7 +95,9 @@ def _described(
         decisions = replace(
             decisions,
             ahead=tuple(_ahead(tasks[index], tasks[place]) for index, place in found.ahead.items()),
-            deferred={tasks[index].name: tasks[place].name for index, place in found.deferred.items()},
+            deferred={
+                tasks[index].name: "" if place == END else tasks[place].name for index, place in found.deferred.items()
+            },
         )
         if found.hindered and not found.ahead:
             warnings = (_no_prefetch(found.hindered, estimates),)

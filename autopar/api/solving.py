@@ -135,7 +135,7 @@ class Solving:
             self.cluster,
             tuple(axis.size for axis in trial.mesh),
             int(trial.microbatches > 1),
-            two_level=self.options.two_level and trial.depth == trial.microbatches == 1,
+            two_level=self.options.two_level,
         )
 
     def uneven(self, trial: Trial) -> str | None:

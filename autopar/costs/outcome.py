@@ -35,7 +35,7 @@ from autopar.ir.plan import (
     Schedule,
     Stage,
 )
-from autopar.ir.roles import gradient_like, is_view, parameter_like
+from autopar.ir.roles import gradient_like, is_view, leaves, parameter_like
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 
@@ -469,7 +469,7 @@ def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
         for message in messages:
             yield Issued(
                 message, phase, source, behind, output.ref.op, times, reduced,
-                mergeable=summed and output.ref.op in ends and not early, tensor=named.moved, source=output.ref,
+                mergeable=summed and not early and leaves(graph, output.ref), tensor=named.moved, source=output.ref,
                 copy=key, readers=(output.ref.op,) if early else (),
             )  # fmt: skip
 

@@ -163,7 +163,8 @@ class Decisions:
     """Gathers of parameters that are issued ahead of their use, in order; every other one where it is first read."""
 
     deferred: Mapping[str, str] = field(default_factory=dict)
-    """Operators that run later than the program has them, with what follows from them: right before which operator."""
+    """Operators that run later than the program has them, with what follows from them: right before which operator,
+    or, where it has no name, at the end of backward."""
 
     streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By mesh axis, the kinds of collectives that have a process group of their own: `parameters`, `gradients`."""
@@ -171,6 +172,11 @@ class Decisions:
     stages: tuple[Stage, ...] = ()
     schedule: Schedule = field(default_factory=Schedule)
     recompute: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def levels(self) -> frozenset[tuple[str, int]]:
+        """Return the streams that have collectives in two levels, with the ranks inside the inner one."""
+        return frozenset((each.stream, each.inner) for each in self.collectives if each.inner > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

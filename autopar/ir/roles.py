@@ -6,7 +6,7 @@ behind computation: a gather is issued ahead, a gradient's reduction left runnin
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph, Op, once_per_graph
+from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 
 VIEWS = frozenset(
     f"aten.{name}"
@@ -58,6 +58,16 @@ def gradient_like(graph: Graph) -> frozenset[str]:
         if all(user in found and _passes(graph.by_name[user]) for user in users):
             found.add(op.name)
     return frozenset(found)
+
+
+def leaves(graph: Graph, ref: Ref) -> bool:
+    """Return whether a gradient only leaves the program: nothing computes with it, whatever its operator makes beside.
+
+    A layer norm's or convolution's backward gives its parameters' gradients beside that of its input, which goes on.
+    """
+    if ref.op in gradient_like(graph):
+        return True
+    return not any(ref in graph.by_name[user].refs for user in graph.users[ref.op])
 
 
 def _passes(op: Op) -> bool:

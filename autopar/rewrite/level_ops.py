@@ -21,9 +21,10 @@ _LIBRARY.define(f"all_reduce(Tensor[] values, str reduce, int chunks, {_GROUPS})
 _LIBRARY.define(f"all_reduce_(Tensor(a!)[] values, str reduce, int chunks, {_GROUPS}) -> Tensor(a!)[]")
 _LIBRARY.define(f"all_gather(Tensor[] values, int ranks, {_GROUPS}) -> Tensor[]")
 _LIBRARY.define(f"reduce_scatter(Tensor[] values, str reduce, int ranks, {_GROUPS}) -> Tensor[]")
+_LIBRARY.define(f"all_to_all(Tensor[] values, {_GROUPS}) -> Tensor[]")
 
 
-def _all_reduce(values: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+def _as_large(values: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
     return [torch.empty_like(each) for each in values]
 
 
@@ -35,7 +36,12 @@ def _reduce_scatter(values: list[torch.Tensor], reduce: str, ranks: int, *_: Any
     return [each.new_empty((each.shape[0] // ranks, *each.shape[1:])) for each in values]
 
 
-for _name, _shape in {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}.items():
+for _name, _shape in {
+    "all_reduce": _as_large,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _as_large,
+}.items():
     torch.library.register_fake(f"autopar_levels::{_name}", _shape, lib=_LIBRARY)
 
 LEVELS = torch.ops.autopar_levels

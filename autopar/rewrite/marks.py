@@ -42,6 +42,7 @@ COLLECTIVES = {
     LEVELS.all_reduce_.default: "all_reduce",
     LEVELS.all_gather.default: "all_gather",
     LEVELS.reduce_scatter.default: "reduce_scatter",
+    LEVELS.all_to_all.default: "all_to_all",
 }
 """Operators that issue a collective, by the name the plan gives it; the group is their last argument."""
 

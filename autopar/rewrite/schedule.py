@@ -200,6 +200,8 @@ class Defer:
         dw = mm(x, dy)  dx = mm(dy, w)  reduce(dx)  wait  mm(dx, v)
     becomes
         dx = mm(dy, w)  reduce(dx)  dw = mm(x, dy)  wait  mm(dx, v)
+
+    Before no operator: at the end, where the last gradients are waited for.
     """
 
     deferred: Mapping[str, str]
@@ -207,9 +209,10 @@ class Defer:
     def __call__(self, gm: fx.GraphModule) -> int:
         """Edit the graph and return the number of operators moved."""
         first = _first_nodes(gm.graph)
+        (end,) = gm.graph.find_nodes(op="output")
         moved = 0
         for name, before in self.deferred.items():
-            node, place = first.get(name), first.get(before)
+            node, place = first.get(name), first.get(before) if before else end
             if node is None or place is None or place < node:
                 continue
             for each in _following(node, place):

@@ -20,6 +20,7 @@ from autopar.rewrite.passes import run_passes
 from autopar.rewrite.programs import LAST
 from autopar.rewrite.schedule import SinkWaits
 from autopar.rewrite.stage_homes import only_renames
+from autopar.rewrite.two_level import RunInLevels
 
 BEGUN = "gathered_once"
 """Start of the names of placeholders that take a parameter made whole."""
@@ -38,7 +39,9 @@ class Begun:
     parameter_of: Mapping[str, str]
     """By placeholder, the parameter's operator."""
 
-    def program(self, names: Collection[str]) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]]:
+    def program(
+        self, names: Collection[str], in_levels: RunInLevels
+    ) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]]:
         """Return the program that makes some of these, the parameters that it takes, and what it gives, in order."""
         gives = tuple(name for name in self.made if name in names)
         if not gives:
@@ -52,7 +55,7 @@ class Begun:
         graph.output(tuple(copies[node] for node in ends))
         program = fx.GraphModule(self.gm, graph)
         graph.lint()
-        run_passes(program, (SinkWaits(), *LAST))
+        run_passes(program, (SinkWaits(), in_levels, *LAST))
         return program, tuple(node.name for node in needed if node.op == "placeholder"), gives
 
 

@@ -18,6 +18,7 @@ from autopar.rewrite.passes import run_passes
 from autopar.rewrite.programs import LAST
 from autopar.rewrite.schedule import IssueEarly, SinkWaits
 from autopar.rewrite.stage_homes import Home, Homes
+from autopar.rewrite.two_level import RunInLevels
 
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
@@ -162,6 +163,7 @@ def finish_program(
     gradients: Sequence[Gradient],
     zeros: Sequence[Gradient],
     buckets: Sequence[Bucket],
+    in_levels: RunInLevels,
     device: str,
 ) -> fx.GraphModule:
     """Return the program from accumulated gradients to those in the parameters' layout.
@@ -178,7 +180,7 @@ def finish_program(
     graph.output(tuple(results))
     made = fx.GraphModule(gm, graph)
     graph.lint()
-    run_passes(made, (IssueEarly(), SinkWaits(), MergeCollectives(_own_buckets(made, buckets)), *LAST))
+    run_passes(made, (IssueEarly(), SinkWaits(), MergeCollectives(_own_buckets(made, buckets)), in_levels, *LAST))
     return made
 
 

@@ -37,6 +37,7 @@ from autopar.rewrite.stage_repeats import read_forward
 from autopar.rewrite.stage_split import halves_of
 from autopar.rewrite.stage_traffic import Program, Traffic, is_tangent
 from autopar.rewrite.staged import Combine, Item, StagedPrograms, StageProgram, Tie
+from autopar.rewrite.two_level import RunInLevels, in_two_levels
 
 
 def rewrite_stages(
@@ -113,7 +114,10 @@ class _Cut:
     results: dict[str, dict[str, fx.Node]] = field(init=False)
     """What the program returns, by kind and name."""
 
+    in_levels: RunInLevels = field(init=False)
+
     def __post_init__(self) -> None:
+        self.in_levels = RunInLevels(in_two_levels(self.decisions.collectives))
         self.begun = hoisted(self.gm, self.graph, self.decisions)
         self.count = max(self.stage_of.values(), default=0) + 1
         output = next(iter(self.gm.graph.find_nodes(op="output")))
@@ -275,10 +279,10 @@ class _Cut:
         zeros = [each for each in parameters if stage in self.holders[each.name] and each not in here]
         finish = None
         if summed or zeros:
-            finish = finish_program(self.gm, summed, zeros, self.decisions.buckets, self.device)
+            finish = finish_program(self.gm, summed, zeros, self.decisions.buckets, self.in_levels, self.device)
         builders = [each for each in (forward, backward, weights) if each is not None]
         starts = {item.name for each in builders for item in each.takes if item.kind == "start"}
-        begin, begin_takes, begin_gives = self.begun.program(starts)
+        begin, begin_takes, begin_gives = self.begun.program(starts, self.in_levels)
         return StageProgram(
             stage=stage,
             begin=begin,
@@ -370,7 +374,7 @@ class _Builder:
         self.graph.eliminate_dead_code()
         made = fx.GraphModule(self._cut.gm, self.graph)
         self.graph.lint()
-        run_passes(made, (*PHASE, SettleScatters(), *LAST))
+        run_passes(made, (*PHASE, SettleScatters(), self._cut.in_levels, *LAST))
         return made
 
 

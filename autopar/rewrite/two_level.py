@@ -12,6 +12,7 @@ from torch import fx
 from autopar.ir.plan import Collective
 from autopar.ir.tasks import axis_of, level_name
 from autopar.rewrite.emitted import message_bytes
+from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.level_ops import LEVELS
 from autopar.rewrite.marks import C10D, COLLECTIVES, Mark, mark
 
@@ -22,6 +23,7 @@ _IN_LEVELS: dict[Any, Any] = {
     C10D.all_gather_into_tensor_coalesced.default: LEVELS.all_gather.default,
     C10D.reduce_scatter_tensor.default: LEVELS.reduce_scatter.default,
     C10D.reduce_scatter_tensor_coalesced.default: LEVELS.reduce_scatter.default,
+    C10D.all_to_all_single.default: LEVELS.all_to_all.default,
 }
 
 Kind = tuple[str, str, int]
@@ -65,8 +67,13 @@ def _in_levels(node: fx.Node, stream: str, inner: int, chunks: int) -> None:
     values, *settings, _ = arguments
     groups = (level_name(stream, "inner", inner), level_name(stream, "outer", inner), stream)
     alone = isinstance(values, fx.Node)
-    if COLLECTIVES[node.target] == "all_reduce":  # type: ignore[index]
-        settings = [*settings, chunks]
+    match COLLECTIVES[node.target]:  # type: ignore[index]
+        case "all_reduce":
+            settings = [*settings, chunks]
+        case "all_to_all":
+            if len({size for sizes in settings for size in sizes}) > 1:
+                raise RewriteError(f"{node.name} exchanges parts of unequal size, which has no form in two levels")
+            settings = []
     node.target = _IN_LEVELS[node.target]
     node.args = ([values] if alone else values, *settings, *groups)
     if alone:

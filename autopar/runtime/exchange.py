@@ -97,8 +97,12 @@ class Exchange:
     def exchanging(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Any]:
         """Begin to send each rank its part and to fill the parts that come from each; return what to wait for.
 
-        This rank's own part is copied; nothing is sent of parts without elements.
+        This rank's own part is copied; nothing is sent of parts without elements. Parts lie one behind another.
         """
+        if not self.direct:
+            sizes = [[part.numel() for part in parts] for parts in (received, sent)]
+            flat = [_joined(parts) for parts in (received, sent)]
+            return [self.group.alltoall_base(*flat, *sizes)]
         received[self.rank].copy_(sent[self.rank])
         works = [self._receive(received[each], each) for each in self._others if received[each].numel()]
         return works + [self._send(sent[each], each) for each in self._others if sent[each].numel()]
@@ -108,6 +112,11 @@ class Exchange:
 
     def _receive(self, row: torch.Tensor, source: int, tag: int = 0) -> Any:
         return self.group.recv([row], source, tag)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the memory of parts that lie one behind another, in one piece."""
+    return parts[0].as_strided((sum(each.numel() for each in parts),), (1,))
 
 
 _GATHERED = 1

@@ -62,8 +62,8 @@ class Runner:
         self.ranks = ranks
         self.pipeline = pipeline
         streams = self.decisions.streams
-        levels = {(each.stream, each.inner) for each in self.decisions.collectives if each.inner > 1}
-        self.groups = Groups.of(self.decisions.mesh, ranks, streams, levels) if pipeline is None else pipeline.groups
+        own = self.decisions.levels
+        self.groups = Groups.of(self.decisions.mesh, ranks, streams, own) if pipeline is None else pipeline.groups
         self.part = _part(self.decisions.mesh, batch, self.groups.rank)
         self._program_for = program_for
         self._planned = planned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from autopar._torch import group_timeout
 from autopar.ir.mesh import Mesh
 from autopar.runtime.errors import world_size_differs
 from autopar.runtime.gloo import is_gloo, one_thread_backend
-from autopar.runtime.ranks import Groups, Ranks
+from autopar.runtime.ranks import Groups, Ranks, level_groups
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,23 @@ class PipelineRanks:
     _met: set[tuple[int, int]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, mesh: Mesh, depth: int, ranks: Ranks) -> PipelineRanks:
+    def of(cls, mesh: Mesh, depth: int, ranks: Ranks, levels: Collection[tuple[str, int]] = ()) -> PipelineRanks:
         """Return the place of this rank in a pipeline of equal meshes without axes of size 1; all ranks must call this.
+
+        `levels` as for `Groups.of`.
 
         Raises:
             StalePlanError: there are not as many ranks as pipeline and mesh have.
         """
         if depth == 1:
-            return cls(ranks, 1, Groups.of(mesh, ranks))
+            return cls(ranks, 1, Groups.of(mesh, ranks, levels=levels))
         width = mesh.world_size
         if depth * width != ranks.world_size:
             raise world_size_differs(depth * width, ranks.world_size, f"pp={depth} x {mesh}".removesuffix(" x "))
         index, inner = divmod(ranks.rank, width)
         meshes = tuple(_device_mesh(ranks.device.type, mesh, at * width) for at in range(depth))
         names = {name: meshes[index].get_group(name).group_name for name in mesh.names}
+        names |= level_groups(mesh, ranks, levels, range(0, depth * width, width))
         groups = Groups(mesh, meshes[index] if mesh.axes else None, names, inner)
         messages = dist.new_group(timeout=group_timeout(ranks.device))
         lines = [_group(range(at, depth * width, width), ranks) for at in range(width)]

@@ -143,13 +143,26 @@ class Groups:
         for axis in mesh.names:
             for stream in (stream_name(axis, each) for each in (streams or {}).get(axis, ())):
                 names[stream] = _mine_of(_lines(mesh, axis), ranks, own).group_name
-        for stream, inner in sorted(set(levels)):
-            lines = _lines(mesh, axis_of(stream))
-            parts = [line[at : at + inner] for line in lines for at in range(0, len(line), inner)]
-            across = [line[at::inner] for line in lines for at in range(inner)]
-            names[level_name(stream, "inner", inner)] = _mine_of(parts, ranks, own).group_name
-            names[level_name(stream, "outer", inner)] = _mine_of(across, ranks, own).group_name
+        names |= level_groups(mesh, ranks, levels)
         return cls(mesh, made, names, ranks.rank)
+
+
+def level_groups(
+    mesh: Mesh, ranks: Ranks, levels: Collection[tuple[str, int]], firsts: Iterable[int] = (0,)
+) -> dict[str, str]:
+    """Return this rank's groups inside and across the runs of neighbours of some streams, by `level_name`.
+
+    There is a mesh at each of the ranks `firsts`; all ranks must call this.
+    """
+    own = one_thread_backend() if is_gloo(ranks.device.type) else None
+    starts, names = tuple(firsts), {}
+    for stream, inner in sorted(set(levels)):
+        lines = [[first + rank for rank in line] for first in starts for line in _lines(mesh, axis_of(stream))]
+        parts = [line[at : at + inner] for line in lines for at in range(0, len(line), inner)]
+        across = [line[at::inner] for line in lines for at in range(inner)]
+        names[level_name(stream, "inner", inner)] = _mine_of(parts, ranks, own).group_name
+        names[level_name(stream, "outer", inner)] = _mine_of(across, ranks, own).group_name
+    return names
 
 
 def _lines(mesh: Mesh, axis: str) -> list[list[int]]:

@@ -87,6 +87,19 @@ class Levels:
             self.inner.scattering(list(blocks), list(share), reduce).end()
             self.outer.scattering([share], [result.view(-1)], reduce).end()
 
+    def all_to_all(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Fill the results, along dimension 0, with the part for this rank of the values of all ranks.
+
+        What is for one place in any node goes to that place in this one first; from there, to the node.
+        """
+        nodes, inside = self.sizes
+        for value, result in zip(values, results, strict=True):
+            by_place = value.reshape(nodes, inside, -1).transpose(0, 1).contiguous()
+            brought = torch.empty_like(by_place)
+            finish(self.inner.exchanging(list(by_place), list(brought)))
+            by_node = brought.transpose(0, 1).contiguous()
+            finish(self.outer.exchanging(list(by_node), list(result.view(nodes, inside, -1))))
+
 
 @dataclass(frozen=True)
 class _Packed:
@@ -210,11 +223,19 @@ def _reduce_scatter(
     return results
 
 
+def _all_to_all(values: list[torch.Tensor], inner: str, outer: str, stream: str) -> list[torch.Tensor]:
+    levels = Levels.named(inner, outer, values[0].device)
+    results = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in values]
+    _issue(stream, lambda: levels.all_to_all(values, results), (*values, *results), results)
+    return results
+
+
 _LIBRARY = torch.library.Library("autopar_levels", "IMPL")  # type: ignore[no-untyped-call]
 for _name, _operation in {
     "all_reduce": _all_reduce,
     "all_reduce_": _all_reduce_,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
 }.items():
     _LIBRARY.impl(_name, _operation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

@@ -18,6 +18,9 @@ from autopar.ir.tasks import Task, breaks
 REACH = 96
 """Operators looked at, backwards from the issue of a collective, for work to do while it is under way."""
 
+END = -1
+"""In place of a task: behind all of them."""
+
 _WORTH = 1e-9
 """Share of the step below which a difference of two simulated steps is rounding."""
 
@@ -50,7 +53,7 @@ class Scheduled:
     """Gathers that are issued early: before which task, in the order in which they are issued."""
 
     deferred: Mapping[int, int] = field(default_factory=dict)
-    """Tasks that run later, with all that follows from them: before which task."""
+    """Tasks that run later, with all that follows from them: before which task, or at the `END`."""
 
     hindered: int = 0
     """Gathers that would be issued earlier if there were memory."""
@@ -184,30 +187,39 @@ def _beside(
     stalls: dict[int, float] = {}
     for index, start_s, end_s in found.waits:
         stalls[tasks[index].kind] = stalls.get(tasks[index].kind, 0.0) + end_s - start_s
+    read = {each for task in tasks for each in task.reads}
     for kind in sorted(stalls, key=lambda each: (-stalls[each], each)):
         waits = [(index, end_s - start_s) for index, start_s, end_s in found.waits if tasks[index].kind == kind]
-        order, deferred = list(best.order), dict(best.deferred)
-        for index, stall_s in waits:
-            deferred.update(_candidates(tasks, order, index, stall_s))
-        if len(deferred) == len(best.deferred):
-            continue
-        tried = simulate(tasks, order)
-        faster = tried.step_s < found.step_s * (1.0 - _WORTH)
-        if faster and tried.peak_bytes <= limit and not breaks(tasks, order):
-            best, found = Scheduled(tuple(order), best.ahead, deferred), tried
+        given = best
+        for share in (1.0,) if all(index in read for index, _ in waits) else _AT_THE_END:
+            order, deferred = list(given.order), dict(given.deferred)
+            for index, stall_s in waits:
+                deferred.update(_candidates(tasks, order, index, share * stall_s))
+            if len(deferred) == len(given.deferred):
+                continue
+            tried = simulate(tasks, order)
+            faster = tried.step_s < found.step_s * (1.0 - _WORTH)
+            if faster and tried.peak_bytes <= limit and not breaks(tasks, order):
+                best, found = Scheduled(tuple(order), given.ahead, deferred), tried
     return best, found
+
+
+_AT_THE_END = (1.0, 0.5, 0.25, 0.125)
+"""Shares of a wait at the end of the step that are filled, to see which is best: what fills it mostly makes gradients,
+and those are to be reduced, too."""
 
 
 def _candidates(tasks: Sequence[Task], order: list[int], index: int, stall_s: float) -> Iterator[tuple[int, int]]:
     """Move operators from before a collective's issue to before its first reader, until they fill the wait.
 
-    Yields each operator moved and that reader; what follows from an operator goes with it. `order` is edited.
+    Yields each operator moved and that reader, `END` if nothing reads it: then operators move to the end of the step.
+    What follows from an operator goes with it. `order` is edited.
     """
     issued = order.index(index)
-    read = next((at for at in range(issued + 1, len(order)) if index in tasks[order[at]].reads), None)
-    if read is None:
+    reader = next((each for each in order[issued + 1 :] if index in tasks[each].reads), END)
+    phase = tasks[index].phase
+    if reader == END and phase != tasks[order[-1]].phase:
         return
-    reader, phase = order[read], tasks[index].phase
     at, looked = issued - 1, 0
     while at >= 0 and stall_s > 0 and looked < REACH and tasks[order[at]].phase == phase:
         candidate = order[at]
@@ -217,7 +229,7 @@ def _candidates(tasks: Sequence[Task], order: list[int], index: int, stall_s: fl
         looked += 1
         if not tasks[candidate].seconds:
             continue
-        place = order.index(reader)
+        place = len(order) if reader == END else order.index(reader)
         following = _following(tasks, order[at + 1 : place])
         if index in following:
             continue

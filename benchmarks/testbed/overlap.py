@@ -3,15 +3,18 @@
     python -m benchmarks.testbed.overlap --scenarios narrow_large_batch deep_square gpt_balanced
 
 All programs of a scenario live in one process a rank, and steps alternate between them (ddp, fsdp2, plan, its
-computation alone, its communication alone, ddp ...), so that a machine that grows slower does so for all. Plans: `dp`,
-whole parameters on every rank, and `zero`, parameters sharded (zero=3). *Computation alone* is the emitted program on
-process groups that do nothing; *communication alone* its collectives in their order on the real groups, without
-operators between. What the process's threads work for them is its processor time, which no schedule hides: a rank has
-one core.
+computation alone, its communication alone, ddp ...), so that a machine that grows slower does so for all. Plans:
+`dp`, whole parameters on every rank, `zero`, parameters sharded (zero=3), and `free`, what the search takes without
+stages. *Computation alone* is the emitted program on process groups that do nothing; *communication alone* its
+collectives in their order on the real groups, without operators between. What the process's threads work for them is
+its processor time, which no schedule hides: a rank has one core. *Beside* is what that leaves possible here: all
+collectives are issued, on memory of their own, then the computation alone runs, then all are waited for, as if
+nothing depended on anything.
 
     hidden        (computation + communication - step) / what could hide
     could hide    the smaller of communication and the computation left once the first of it could be issued
     ideal         the larger of computation alone and communication alone
+    of possible   (computation + communication - step) / (computation + communication - beside)
 
 One line of JSON a plan: medians over steps, the median over rounds of each ratio. Lines go to stdout and to
 benchmarks/results/overlap.jsonl; --table prints the last line of each case as Markdown. Needs root and iproute2; ends
@@ -21,6 +24,7 @@ with 77 where they are missing.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -39,14 +43,20 @@ from benchmarks.record import RESULTS, ROOT, markdown, write
 from benchmarks.testbed.compare import HERE, SKIP, cluster_of
 from benchmarks.testbed.scenarios import SCENARIOS
 
-PLANS = {"dp": ({"dp_replicate": 1}, "ddp"), "zero": ({"dp_shard": 1, "zero": 3}, "fsdp2")}
-"""Plans, what is fixed of each (1: as many as there are ranks), and which hand-written program is most like it."""
+_ALL = -1
+
+PLANS: dict[str, dict[str, int]] = {
+    "dp": {"dp_replicate": _ALL},
+    "zero": {"dp_shard": _ALL, "zero": 3},
+    "free": {"pp": 1},
+}
+"""Plans, and what is fixed of each, `_ALL`: as many as there are ranks."""
 
 DEFAULT = ("narrow_large_batch", "deep_square", "gpt_balanced")
 
 COLUMNS = (
-    "scenario", "plan", "computation", "communication", "ideal", "step", "DDP", "FSDP2", "hidden", "to ideal", "to DDP",
-    "to FSDP2",
+    "scenario", "plan", "computation", "communication", "ideal", "beside", "step", "DDP", "FSDP2", "hidden",
+    "of possible", "to ideal", "to DDP", "to FSDP2",
 )  # fmt: skip
 
 
@@ -116,8 +126,11 @@ def as_rank(asked: dict[str, Any]) -> None:
         step()
         timers[name] = Timer(step)
         issues[name] = Issues()
-        timers[f"{name}_computation"] = Timer(_planned(asked, plan, idle, issues[name])[0])
-        timers[f"{name}_communication"] = Timer(_collectives(step))
+        computation = _planned(asked, plan, idle, issues[name])[0]
+        issue, wait = _collectives(step)
+        timers[f"{name}_computation"] = Timer(computation)
+        timers[f"{name}_communication"] = Timer(functools.partial(_beside, issue, wait, None))
+        timers[f"{name}_beside"] = Timer(functools.partial(_beside, issue, wait, computation))
         del model
     left: dict[str, list[float]] = {name: [] for name in asked["plans"]}
     for number in range(asked["rounds"] + 2):
@@ -174,8 +187,6 @@ def _planned(
     asked: dict[str, Any], plan: str, idle: str = "", issues: Issues | None = None
 ) -> tuple[Callable[[], Any], Any]:
     """Return the step of a plan, and the model; with `idle`, collectives go to the group of that name."""
-    import functools
-
     import torch
 
     import autopar
@@ -203,8 +214,15 @@ def _planned(
     return step, compiled
 
 
-def _collectives(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what issues the collectives of a step in their order and waits for all, on memory of its own."""
+def _beside(issue: Callable[[], Any], wait: Callable[[Any], None], computation: Callable[[], Any] | None) -> None:
+    made = issue()
+    if computation is not None:
+        computation()
+    wait(made)
+
+
+def _collectives(step: Callable[[], Any]) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
+    """Return what issues the collectives of a step in their order, on memory of its own, and what waits for them."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
@@ -219,26 +237,30 @@ def _collectives(step: Callable[[], Any]) -> Callable[[], Any]:
 
     with Record():
         step()
-    wait = torch.ops._c10d_functional.wait_tensor
 
-    def run() -> None:
+    def issue() -> list[Any]:
         made: list[Any] = []
         for func, args in seen:
             found = func(*args)
             made += found if isinstance(found, list | tuple) else [found]
-        for each in made:
-            wait(each)
+        return made
 
-    return run
+    def wait(made: list[Any]) -> None:
+        for each in made:
+            torch.ops._c10d_functional.wait_tensor(each)
+
+    return issue, wait
 
 
 def row(scenario: str, name: str, found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Return the line of one plan."""
     seconds, left = found["seconds"], found["left"][name]
-    step, computation, communication = (seconds[key] for key in (name, f"{name}_computation", f"{name}_communication"))
+    parts = (name, f"{name}_computation", f"{name}_communication", f"{name}_beside")
+    step, computation, communication, beside = (seconds[key] for key in parts)
     middle = {key: statistics.median(each) for key, each in seconds.items()}
     could = min(middle[f"{name}_communication"], statistics.median(left))
     hidden = statistics.median(a + b - c for a, b, c in zip(computation, communication, step, strict=True))
+    possible = statistics.median(a + b - c for a, b, c in zip(computation, communication, beside, strict=True))
     ideal = [max(pair) for pair in zip(computation, communication, strict=True)]
     made = {
         "benchmark": "overlap",
@@ -257,6 +279,8 @@ def row(scenario: str, name: str, found: dict[str, Any], args: argparse.Namespac
         "computation_left_s": statistics.median(left),
         "ideal_s": max(middle[f"{name}_computation"], middle[f"{name}_communication"]),
         "hidden_share": round(hidden / could, 4) if could > 0 else None,
+        "beside_s": middle[f"{name}_beside"],
+        "hidden_of_possible": round(hidden / possible, 4) if possible > 0 else None,
         "ratio_to_ideal": _ratio(step, ideal),
     }
     for hand in args.hand:
@@ -275,10 +299,12 @@ def rows_of(lines: Iterator[dict[str, Any]]) -> list[dict[str, str]]:
     made = []
     for each in last.values():
         cells = {"scenario": each["scenario"].replace("_", " "), "plan": each["plan"]}
-        for key in ("computation", "communication", "ideal", "ddp", "fsdp2"):
-            cells[key.upper() if key in {"ddp", "fsdp2"} else key] = f"{each[f'{key}_s']:.3f}"
+        for key in ("computation", "communication", "ideal", "beside", "ddp", "fsdp2"):
+            if f"{key}_s" in each:
+                cells[key.upper() if key in {"ddp", "fsdp2"} else key] = f"{each[f'{key}_s']:.3f}"
         cells["step"] = f"{each['measured_s']:.3f}"
-        cells["hidden"] = f"{each['hidden_share']:.0%}"
+        for key, share in (("hidden", each["hidden_share"]), ("of possible", each.get("hidden_of_possible"))):
+            cells[key] = f"{share:.0%}" if share is not None else ""
         for key, title in (("ideal", "ideal"), ("ddp", "DDP"), ("fsdp2", "FSDP2")):
             cells[f"to {title}"] = f"{each[f'ratio_to_{key}']:.2f}"
         made.append(cells)
@@ -325,7 +351,7 @@ def main() -> int:
             plans = {}
             for name in args.plans:
                 model, batch = SCENARIOS[scenario].build()
-                fix = {key: ranks if value == 1 else value for key, value in PLANS[name][0].items()}
+                fix = {key: ranks if value == _ALL else value for key, value in PLANS[name].items()}
                 plan = autopar.plan(model, cluster, example_inputs=batch, optimizer="adamw", fix=fix)
                 plans[name] = Path(folder) / f"{scenario}_{name}.json"
                 plan.save(plans[name])

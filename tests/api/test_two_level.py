@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,19 @@ from torch.nn import functional
 
 import autopar
 from autopar.api import plan_captured
+from autopar.api.staging import staged_program
 from autopar.capture import capture
 from autopar.costs.links import Links, Message
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from autopar.rewrite import rewrite
+from autopar.rewrite.emitted import emitted
 from cost_models.cluster import ClusterSpec
 from cost_models.collectives import collective_s
 from cost_models.topology import axis_hops
+from tests.support.ranks import RankPool
+from tests.support.training import Trained, train
 
 TWO_BY_TWO = """
 version: 1
@@ -84,11 +89,42 @@ def test_what_is_emitted_is_what_the_plan_says(cluster: Path, fix: dict[str, obj
     options = PlanOptions.parse(fix=fix, optimizer="sgd")
 
     plan = plan_captured(captured, "mlp", ClusterSpec.from_file(cluster), options, Silent())
-    emitted = rewrite(captured.joint, captured.graph, plan.decisions, rank=0).emitted
+    issued = rewrite(captured.joint, captured.graph, plan.decisions, rank=0).emitted
 
     priced = {(c.op, c.axis, c.bytes, c.inner) for c in plan.decisions.collectives}
-    assert {(each.op, each.axis, each.bytes, each.inner) for each in emitted} == priced
-    assert any(each.inner == 2 for each in emitted)
+    assert {(each.op, each.axis, each.bytes, each.inner) for each in issued} == priced
+    assert any(each.inner == 2 for each in issued)
+
+
+@pytest.mark.parametrize("fix", [{"dp_replicate": 4}, {"dp_shard": 4, "zero": 1}, {"dp_shard": 4, "zero": 3}], ids=str)
+def test_programs_of_microbatches_have_collectives_in_two_levels_too(
+    pool: RankPool, cluster: Path, fix: dict[str, object]
+):
+    model, x = Mlp(1024), torch.randn(64, 1024)
+    captured = capture(model, (x, x))
+    fix = {**fix, "microbatch": 8}
+    options = PlanOptions.parse(fix=fix, optimizer="sgd")
+    plan = plan_captured(captured, "mlp", ClusterSpec.from_file(cluster), options, Silent())
+    programs = staged_program(captured, plan.decisions, 0, split=(), device="cpu").staged.stages[0]
+
+    parts = (programs.begin, programs.forward, programs.backward, programs.finish)
+    found = [each for part in parts if part is not None for each in emitted(part, set(plan.decisions.mesh.names))]
+    priced = {(c.op, c.axis, c.bytes, c.inner) for c in plan.decisions.collectives}
+    assert {(each.op, each.axis, each.bytes, each.inner) for each in found} <= priced
+    assert any(each.inner == 2 for each in found)
+    for done in pool.values(train_mlp, str(cluster), fix):
+        assert done.worst_gradient < 1e-4
+
+
+def train_mlp(_rank: int, cluster: str, fix: dict[str, object]) -> Trained:
+    torch.manual_seed(0)
+    return train(Mlp(1024), (torch.randn(64, 1024), torch.randn(64, 1024)), cluster, fix)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
 
 
 @given(

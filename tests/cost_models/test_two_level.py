@@ -58,8 +58,20 @@ def test_pieces_make_what_the_operation_makes(op, size, ranks, library):
         assert all(each.seconds >= 0.0 for each in parts)
 
 
-def test_an_all_to_all_and_a_group_inside_a_node_have_no_form_in_two_levels():
-    assert not list(splits("all_to_all", (FAST, SLOW)))
+def test_an_all_to_all_sends_the_same_bytes_across_in_fewer_messages():
+    """16 nodes of four: 4 n / 64 to each of 60 ranks outside, or n / 16 to each of 15 nodes, from all four at once."""
+    many = replace(SLOW, ranks=16)
+    transfer_s = 4 * N * (1 - 4 / 64) / 1e9
+
+    assert collective_s("all_to_all", N, (FAST, many)) == pytest.approx(transfer_s)
+    assert two_level_s("all_to_all", N, (FAST, many), 1) == pytest.approx(transfer_s + N * 3 / 4 / 10e9)
+    late = (replace(FAST, latency_s=1e-3), many)
+    saved_s = collective_s("all_to_all", 1.0, late) - two_level_s("all_to_all", 1.0, late, 1)
+    assert saved_s == pytest.approx(45e-3, rel=1e-3)
+
+
+def test_a_broadcast_and_a_group_inside_a_node_have_no_form_in_two_levels():
+    assert not list(splits("broadcast", (FAST, SLOW)))
     assert not list(splits("all_reduce", (FAST,)))
     with pytest.raises(ValueError, match="no form in two levels"):
         pieces("all_reduce", N, (FAST,), 1)

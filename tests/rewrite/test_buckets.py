@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.api import plan_captured
 from autopar.ir.plan import Ahead, Bucket, Decisions
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from autopar.rewrite import RewriteError, rewrite
+from autopar.rewrite.marks import mark, role
 from cost_models.cluster import ClusterSpec
 from tests.support.models import cases
 from tests.support.whole import Whole, run_ranks
@@ -95,6 +97,38 @@ def test_every_way_to_overlap_at_once_changes_no_value():
     ops = [each.op for each in moved.issued[0]]
     assert ops[: len(ahead)] == ["all_gather"] * len(ahead)
     for mine, its in zip(moved.results, run_ranks(whole, alone).results, strict=True):
+        for a, b in zip(mine, its, strict=True):
+            assert a is b is None or torch.equal(a, b)
+
+
+class Normed(nn.Module):
+    """A convolution, whose backward gives three gradients at once, and a layer norm, whose backward does, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return self.head(self.norm(torch.relu(self.conv(x)))).square().mean()
+
+
+def test_gradients_made_beside_others_travel_together_and_computed_last_are_the_same():
+    whole = Whole.of(Normed(), (torch.randn(4, 3, 8, 8),))
+    decisions = planned(whole, "cpu:1x2", dp_replicate=2)
+
+    together = {name for bucket in decisions.buckets for name in bucket.tensors}
+    assert together == {f"{module}.{name}" for module in ("conv", "norm", "head") for name in ("weight", "bias")}
+    products = [op.name for op in whole.captured.graph.ops if op.phase == "backward" and "mm" in op.target]
+    late = replace(decisions, buckets=(), deferred={products[-1]: ""})
+    backward = rewrite(whole.captured.joint, whole.captured.graph, late, 0).backward
+    assert backward is not None
+    order = [node for node in backward.graph.nodes if node.op == "call_function"]
+    at = next(place for place, node in enumerate(order) if mark(node).origin == products[-1])
+    assert sum(role(node) == "start" for node in order[at:]) == 1
+    for mine, its in zip(run_ranks(whole, decisions).results, run_ranks(whole, late).results, strict=True):
         for a, b in zip(mine, its, strict=True):
             assert a is b is None or torch.equal(a, b)
 

@@ -47,6 +47,7 @@ CALLS = {
     "several all_gathers": (C10D.all_gather_into_tensor_coalesced.default, (4,)),
     "reduce_scatter": (C10D.reduce_scatter_tensor.default, ("sum", 4)),
     "several reduce_scatters": (C10D.reduce_scatter_tensor_coalesced.default, ("sum", 4)),
+    "all_to_all": (C10D.all_to_all_single.default, ([2, 2, 2, 2], [2, 2, 2, 2])),
 }
 
 
@@ -103,13 +104,16 @@ def by_library(rank: int) -> list[float]:
     levels = Levels(replace(sent.inner, direct=False), replace(sent.outer, direct=False))
     value = torch.randn(16, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     reduced, gathered, scattered = value.clone(), value.new_empty(64, 3), value.new_empty(4, 3)
+    exchanged, swapped = torch.empty_like(value), torch.empty_like(value)
     levels.all_reduce([reduced], "sum", 1)
     levels.all_gather([value], [gathered])
     levels.reduce_scatter([value], [scattered], "sum")
+    levels.all_to_all([value], [exchanged])
     whole, every = value.clone(), value.new_empty(64, 3)
     dist.all_reduce(whole)
     dist.all_gather_into_tensor(every, value)
-    pairs = ((reduced, whole), (gathered, every), (scattered, whole[4 * rank : 4 * rank + 4]))
+    dist.all_to_all_single(swapped, value)
+    pairs = ((reduced, whole), (gathered, every), (scattered, whole[4 * rank : 4 * rank + 4]), (exchanged, swapped))
     return [float((a - b).abs().max()) for a, b in pairs]
 
 

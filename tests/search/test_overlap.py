@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.ir.tasks import COMPUTE, Task, breaks
-from autopar.search.overlap import schedule
+from autopar.search.overlap import END, schedule
 from autopar.simulate.streams import held_bytes, peak_bytes, replay
 
 
@@ -110,6 +110,19 @@ def test_a_weight_gradient_runs_while_the_input_gradient_is_reduced():
     assert found.order == (1, 2, 0, 3)
     assert dict(found.deferred) == {0: 3}
     assert replay(tasks, found.order).step_s == 3.0
+
+
+def test_a_weight_gradient_is_made_while_the_last_and_largest_one_is_reduced():
+    small = Task(name="r", seconds=0.5, phase="forward", stream="dp", link="node", reads=(0,), kind=0, reduces=True)
+    large = replace(small, name="s", seconds=2.0, reads=(3,), kind=1)
+    tasks = [compute("dw"), small, compute("dx"), compute("table", 2), large]
+
+    found = schedule(tasks, replay, held_bytes, limit_bytes=0)
+
+    assert replay(tasks, range(5)).step_s == 5.0
+    assert found.order == (2, 3, 4, 0, 1)
+    assert dict(found.deferred) == {0: END}
+    assert replay(tasks, found.order).step_s == 4.5
 
 
 def test_streams_of_one_link_share_its_bandwidth_and_those_of_two_do_not():
