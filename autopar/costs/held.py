@@ -15,7 +15,7 @@ from autopar.costs.timing import pairs
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Layout
 from autopar.ir.plan import Memory
-from autopar.ir.reshard import PACKED_BYTES
+from autopar.ir.reshard import PACKED_BYTES, SUMMED_BYTES
 from autopar.ir.table import Floats
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def _freed_bytes(outcome: Outcome, needed: Mapping[tuple[str, int], int]) -> Flo
 def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, microbatches: int) -> Floats:
     """Return what collectives that travel together hold at each position, less what each by itself would.
 
-    gloo copies into one buffer what it reduces together. Terms of sums that are scattered together wait for the last of
-    them; on a CPU those of the other ranks are received beside them.
+    What is small of reductions on a CPU is copied into one buffer. Terms of sums that are scattered together wait for
+    the last of them; on a CPU those of the other ranks are received beside them.
     """
     on_cpu = links.cluster.device.kind == "cpu"
     end = len(graph.ops)
@@ -151,10 +151,12 @@ def merging_bytes(graph: Graph, runs: Sequence[Sequence[Issued]], links: Links, 
             hold(first, first, on_cpu * (1.0 + 1.0 / parts) * small)
             for each in run:
                 hold(first, read_at(graph, each) - 1, float(each.message.bytes))
-        elif op == "all_reduce" and microbatches == 1:
-            hold(at + 1, then, on_cpu * whole)
         elif op == "all_reduce":
-            last = max(last, on_cpu * whole)
+            copied = float(on_cpu * sum(each.message.bytes for each in run if each.message.bytes < SUMMED_BYTES))
+            if microbatches == 1:
+                hold(at + 1, then, copied)
+            else:
+                last = max(last, copied)
         else:
             then = settled_behind([(at, whole), *later], end)[at]
             for each in run:

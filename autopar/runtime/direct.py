@@ -1,7 +1,8 @@
-"""Collectives as messages from rank to rank, for gloo: `autopar_direct::OPERATION`, waited for by `wait_tensor`.
+"""Collectives as gloo does them best: `autopar_direct::OPERATION`, waited for by `wait_tensor`.
 
-They need no thread: what is issued is under way at once, and a sum over ranks is added up by who waits for it. Small
-tensors that travel together are sent as one.
+Gathers, scattered sums and exchanges are messages from rank to rank. They need no thread: what is issued is under way
+at once, and a sum over ranks is added up by who waits for it. Small tensors that travel together are sent as one; so
+are those of sums that all ranks get, of which gloo's own collective copies the large ones, too.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autopar._torch import group_named, wait_by
-from autopar.ir.reshard import PACKED_BYTES
-from autopar.runtime.exchange import Exchange, finish
+from autopar.ir.reshard import PACKED_BYTES, SUMMED_BYTES
+from autopar.runtime.exchange import REDUCE, Exchange, finish
 
 _LIBRARY: Any = torch.library.Library("autopar_direct", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("all_gather(Tensor[] values, int ranks, str group) -> Tensor[]")
 _LIBRARY.define("reduce_scatter(Tensor[] values, str reduce, int ranks, str group) -> Tensor[]")
 _LIBRARY.define("all_to_all(Tensor value, int[] received, int[] sent, str group) -> Tensor")
+_LIBRARY.define("all_reduce(Tensor[] values, str reduce, str group) -> Tensor[]")
+_LIBRARY.define("all_reduce_(Tensor(a!)[] values, str reduce, str group) -> Tensor(a!)[]")
 
 DIRECT = torch.ops.autopar_direct
 
@@ -101,6 +105,29 @@ def _all_to_all(value: torch.Tensor, received: list[int], sent: list[int], group
     return result
 
 
+def _all_reduce_(values: list[torch.Tensor], reduce: str, group: str) -> list[torch.Tensor]:
+    settings = dist.AllreduceOptions()
+    settings.reduceOp = REDUCE[reduce][0]
+    small = [each for each in values if each.nbytes < SUMMED_BYTES]
+    packed = [torch.cat([each.reshape(-1) for each in small])] if len(small) > 1 else small
+    large = [each for each in values if each.nbytes >= SUMMED_BYTES]
+    works = [group_named(group).allreduce([each], settings) for each in (*large, *packed)]
+
+    def end() -> None:
+        finish(works)
+        if len(small) > 1:
+            parts = torch.split_with_sizes(packed[0], [each.numel() for each in small])
+            for each, part in zip(small, parts, strict=True):
+                each.copy_(part.view(each.shape))
+
+    _wait_once(values, end)
+    return values
+
+
+def _all_reduce(values: list[torch.Tensor], reduce: str, group: str) -> list[torch.Tensor]:
+    return _all_reduce_([each.clone(memory_format=torch.contiguous_format) for each in values], reduce, group)
+
+
 def _wait_once(results: Sequence[torch.Tensor], end: Callable[[], None]) -> None:
     """Let waiting for any of the results call `end`, the first time; what it holds is let go then."""
     pending = [end]
@@ -111,6 +138,10 @@ def _wait_once(results: Sequence[torch.Tensor], end: Callable[[], None]) -> None
 
     for each in results:
         wait_by(each, wait)
+
+
+def _as_large(values: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(each) for each in values]
 
 
 def _gathered(values: list[torch.Tensor], ranks: int, *_: Any) -> list[torch.Tensor]:
@@ -129,6 +160,9 @@ for _name, _operation, _shape in (
     ("all_gather", _all_gather, _gathered),
     ("reduce_scatter", _reduce_scatter, _scattered),
     ("all_to_all", _all_to_all, _exchanged),
+    ("all_reduce", _all_reduce, _as_large),
 ):
     _LIBRARY.impl(_name, _operation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autopar_direct::{_name}", _shape, lib=_LIBRARY)
+
+_LIBRARY.impl("all_reduce_", _all_reduce_, "CompositeExplicitAutograd")

@@ -9,6 +9,7 @@ keeps a slice, twice the traffic. Exchanging the parts pairwise and adding them 
 sends what a reduce-scatter must, and no more: Thakur, Rabenseifner & Gropp,
 "Optimization of Collective Communication Operations in MPICH", 2005. Its
 all-gather and all-to-all let the directions of a link take turns; see `exchange`.
+Sums that travel together it copies to one new buffer and back, large ones too.
 """
 
 from __future__ import annotations
@@ -60,11 +61,14 @@ _DIRECT: dict[Any, Any] = {
     _C10D.reduce_scatter_tensor.default: DIRECT.reduce_scatter.default,
     _C10D.reduce_scatter_tensor_coalesced.default: DIRECT.reduce_scatter.default,
     _C10D.all_to_all_single.default: DIRECT.all_to_all.default,
+    _C10D.all_reduce_coalesced.default: DIRECT.all_reduce.default,
+    _C10D.all_reduce_coalesced_.default: DIRECT.all_reduce_.default,
 }
+_REDUCING = (DIRECT.reduce_scatter.default, DIRECT.all_reduce.default, DIRECT.all_reduce_.default)
 
 
 def by_messages(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return the program with its gathers, scattered reductions and exchanges as messages from rank to rank.
+    """Return the program with the collectives that gloo does badly as those of `direct`.
 
     `gm` is not changed; it is returned if it has none of these.
     """
@@ -89,4 +93,4 @@ def _as_messages(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or target not in _DIRECT:
         return False
-    return _DIRECT[target] is not DIRECT.reduce_scatter.default or node.args[1] in REDUCE
+    return _DIRECT[target] not in _REDUCING or node.args[1] in REDUCE

@@ -23,13 +23,15 @@ C10D = torch.ops._c10d_functional
 CALLS = {
     "all_gather": (C10D.all_gather_into_tensor.default, (2,)),
     "several all_gathers": (C10D.all_gather_into_tensor_coalesced.default, (2,)),
+    "several all_reduces": (C10D.all_reduce_coalesced.default, ("sum",)),
+    "several all_reduces of maxima": (C10D.all_reduce_coalesced.default, ("max",)),
     "reduce_scatter": (C10D.reduce_scatter_tensor.default, ("sum", 2)),
     "several reduce_scatters": (C10D.reduce_scatter_tensor_coalesced.default, ("sum", 2)),
     "reduce_scatter of maxima": (C10D.reduce_scatter_tensor.default, ("max", 2)),
     "reduce_scatter of means": (C10D.reduce_scatter_tensor.default, ("avg", 2)),
 }
-SHAPES = ((4, 3), (2,), (4, 8192), (6, 2))
-"""Two small ones, one whose rows are sent by themselves, and one more that is small."""
+SHAPES = ((4, 3), (2,), (4, 65536), (6, 2))
+"""Two small ones, one that is sent, or summed, by itself, and one more that is small."""
 
 
 def program(name: str, group: str) -> fx.GraphModule:
