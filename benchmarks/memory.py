@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.equivalence import fork, free_port, variables
 from benchmarks.record import RESULTS, markdown, write
 
-MODELS = ("mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "whisper")
+MODELS = ("mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "unet", "whisper")
 _LARGER: dict[str, dict[str, Any]] = {"resnet": {"image_size": 128}}
 """Settings of models whose small configuration ends in planes of one pixel, for which kernels are others."""
 
@@ -36,6 +36,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp": (2, {"dp_replicate": 2}),
     "tp": (2, {"tp": 2}),
     "zero": (2, {"dp_shard": 2, "zero": 3}),
+    "microbatch-zero": (2, {"dp_shard": 2, "zero": 3, "microbatch": 2}),
     "pp": (2, {"pp": 2, "microbatch": 2}),
     "recompute": (2, {"dp_replicate": 2, "recompute": "full"}),
 }
@@ -47,6 +48,10 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
 
     Large enough that tensors are far larger than scalars and counters, which nobody predicts.
     """
+    if name == "unet":
+        from benchmarks.unet import example
+
+        return example(8)
     if name != "mlp":
         from autopar.models.hf_tiny import tiny
 
@@ -89,7 +94,8 @@ def measure(model: Any, inputs: dict[str, Any]) -> dict[str, int]:
 
     def gradients() -> None:
         output = model(**inputs)
-        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)
+        loss.backward()
 
     gradients()
     optimizer.step()
@@ -196,7 +202,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     import_module("autopar.api.compiling")
-    if set(args.models) - {"mlp"}:
+    if set(args.models) - {"mlp", "unet"}:
         import_module("autopar.models.hf_tiny")
         import_module("transformers")
     rows = []

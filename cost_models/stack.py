@@ -42,9 +42,25 @@ class Stack:
     long_sums_without_zero: bool = False
     """Whether gradients of bf16 parameters are in float32 where no ZeRO stage is on (DeepSpeed's `get_data_types`)."""
 
+    long_sums_from_ends: bool = False
+    """Whether versions that can count embedding and head as layers have gradients of bf16 parameters in float32.
+
+    Megatron-DeepSpeed got `--pp-partition-method type:transformer|embedding` in the week in which its bf16 became that
+    of DeepSpeed's BF16_Optimizer (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, 27 and 28
+    February 2022).
+    """
+
+    flat_copies: bool = False
+    """Whether gradients are copied into contiguous buffers to be reduced and to update parameters (DeepSpeed)."""
+
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
         return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
+
+    def cut(self, layers: int, stages: int) -> Stack:
+        """Return the stack as it must be to run so many layers on so many stages: a version that can."""
+        counts_ends = bool(layers % stages) and (layers + 2) % stages == 0
+        return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_from_ends and counts_ends))
 
     def on(self, device: DeviceSpec, year: int) -> DeviceSpec:
         """Return the device as it is in long runs with this software of that year.
@@ -81,9 +97,18 @@ _FRAMEWORKS = (
         Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True, sums_in_products=True),
     ),
     (
-        r"megatron.?deepspeed|neox",
-        Stack("fused", float32_gradients=False, overlaps=False, long_sums_without_zero=True),
+        r"megatron.?deepspeed",
+        Stack(
+            "fused",
+            float32_gradients=False,
+            overlaps=False,
+            long_sums_without_zero=True,
+            long_sums_from_ends=True,
+            flat_copies=True,
+        ),
     ),
+    (r"neox", Stack("fused", float32_gradients=False, overlaps=False, long_sums_without_zero=True, flat_copies=True)),
+    (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True)),
     (r"megatron", Stack("fused", float32_gradients=True, overlaps=False)),
     (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
     (r"maxtext|pax|jax|xla", Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False)),

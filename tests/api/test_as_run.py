@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 
 from autopar.api import validating
 from autopar.api.validating import estimates_of, price_steps
 from autopar.ir.plan import Estimates
+from autopar.search.cuts import even_cut
 from cost_models.training_rows import read_training_row
 from cost_models.validation import Skipped
 from tests.support.training_row import ROW
@@ -51,6 +53,30 @@ def test_recomputation_takes_time_and_saves_memory():
 
     assert none.step_time_s < full.step_time_s
     assert none.peak_memory_bytes > full.peak_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("count", "stages", "sizes"),
+    [
+        (72, 12, [6] * 12),
+        (126, 16, [7, *[8] * 14, 7]),
+        (82, 12, [6, *[7] * 10, 6]),
+        (31, 4, [8, 8, 8, 7]),
+        (3, 2, [2, 1]),
+        (5, 4, [1, 1, 1, 2]),
+    ],
+)
+def test_layers_that_do_not_divide_are_spread_with_both_ends_as_a_layer_each(count: int, stages: int, sizes: list[int]):
+    firsts = even_cut(count, stages)
+
+    assert [stop - first for first, stop in pairwise((*firsts, count))] == sizes
+
+
+def test_a_stage_holds_a_gradient_for_each_parameter_and_nothing_that_was_made_beside_it():
+    # Operators that make gradients of norms make that of the layer's input, too.
+    held = _priced(**WAYS["stages"], framework="megatron-deepspeed", precision="fp16", micro_batch="4").memory
+
+    assert held.gradients < 1.2 * held.parameters
 
 
 def test_without_sequence_parallelism_every_rank_holds_whole_layers_inputs():
