@@ -30,6 +30,13 @@ class Stack:
     overlaps_tensor: bool = False
     """Whether gathers and scatters of sequence parallelism run behind the products that they feed or empty."""
 
+    hides_backward: bool = False
+    """Whether backward's sums over tensor-parallel ranks run behind the weight gradients of the same layer.
+
+    Megatron-LM since 2022: `LinearWithGradAccumulationAndAsyncCommunication` of megatron/core/tensor_parallel/
+    layers.py; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
+    """
+
     sums_in_products: bool = False
     """Whether products add gradients to their float32 sums themselves (Megatron's `gradient_accumulation_fusion`)."""
 
@@ -56,6 +63,10 @@ class Stack:
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
         return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
+
+    def of_year(self, year: int) -> Stack:
+        """Return the stack as it was then."""
+        return replace(self, hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD)
 
     def cut(self, layers: int, stages: int) -> Stack:
         """Return the stack as it must be to run so many layers on so many stages: a version that can."""
@@ -89,6 +100,7 @@ class Stack:
 
 _MATURE_AFTER_YEARS = 2.0
 _FIRST_ATTENTION_KERNELS = 2023
+_ASYNCHRONOUS_BACKWARD = 2022
 
 
 _FRAMEWORKS = (
@@ -109,7 +121,7 @@ _FRAMEWORKS = (
     ),
     (r"neox", Stack("fused", float32_gradients=False, overlaps=False, long_sums_without_zero=True, flat_copies=True)),
     (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True)),
-    (r"megatron", Stack("fused", float32_gradients=True, overlaps=False)),
+    (r"megatron", Stack("fused", float32_gradients=True, overlaps=False, hides_backward=True)),
     (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
     (r"maxtext|pax|jax|xla", Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False)),
 )

@@ -114,7 +114,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         source=_text(row, "source"),
         model=_text(row, "model"),
         architecture=architecture,
-        stack=stack.cut(architecture.layers, stages),
+        stack=stack.of_year(_count(row, "year")).cut(architecture.layers, stages),
         year=_count(row, "year"),
         device=device,
         gpus=_count(row, "gpus"),

@@ -101,3 +101,14 @@ def test_rows_that_cannot_be_priced_are_named_and_skipped():
     assert [type(each) is Skipped for each in found] == [False, True, True]
     assert isinstance(found[1], Skipped)
     assert found[1].reason == "dp 3 x tp 8 x pp 2 is not the 8 GPUs"
+
+
+def test_megatron_of_2022_sums_behind_the_weight_gradients_of_backward():
+    # Any software gains from 2021 to 2022 on a device of 2020; Megatron-LM gains more, where ranks sum along tp.
+    def gain(tp: str, framework: str) -> float:
+        ways = {"dp": str(8 // int(tp)), "tp": tp, "pp": "1", "hidden": "1024", "ffn_hidden": "4096"}
+        before, then = (_priced(**ways, framework=framework, year=year).step_time_s for year in ("2021", "2022"))
+        return then / before
+
+    assert gain("2", "megatron-lm") < 0.999 * gain("2", "megatron-deepspeed")
+    assert gain("1", "megatron-lm") == pytest.approx(gain("1", "megatron-deepspeed"), rel=1e-3)
