@@ -187,6 +187,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def pivot(rows: Sequence[dict[str, Any]]) -> str:
+    """Return predicted over measured of the last row of each case as a Markdown table, a line a model."""
+    last = {(row["model"], row["plan"]): row for row in rows}
+    plans = [plan for plan in PLANS if any(each == plan for _, each in last)]
+    lines = []
+    for model in MODELS:
+        cells = {plan: last.get((model, plan), {}).get("ratio") for plan in plans}
+        if any(cells.values()):
+            lines.append({"model": model} | {plan: f"{cell:.3f}" if cell else "" for plan, cell in cells.items()})
+    return markdown(lines, ["model", *plans])
+
+
 def main() -> int:
     """Run every case asked for, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -196,7 +208,11 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that planning, and running, may take")
     parser.add_argument("--table", type=Path, metavar="FILE", help="where a Markdown table goes")
     parser.add_argument("--output", type=Path, default=RESULTS / "memory.jsonl")
+    parser.add_argument("--show", action="store_true", help="run nothing, print the table of what is in --output")
     args = parser.parse_args()
+    if args.show:
+        print(pivot([json.loads(line) for line in args.output.read_text(encoding="utf-8").splitlines()]))
+        return 0
     os.environ["OMP_NUM_THREADS"] = "1"  # forks of a process that has started torch's thread pool hang
     import torch
 
