@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.equivalence import fork, free_port, variables
 from benchmarks.record import RESULTS, markdown, write
 
-MODELS = ("mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "whisper")
+MODELS = ("mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "unet", "whisper")
 _LARGER: dict[str, dict[str, Any]] = {"resnet": {"image_size": 128}}
 """Settings of models whose small configuration ends in planes of one pixel, for which kernels are others."""
 
@@ -36,6 +36,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp": (2, {"dp_replicate": 2}),
     "tp": (2, {"tp": 2}),
     "zero": (2, {"dp_shard": 2, "zero": 3}),
+    "microbatch-zero": (2, {"dp_shard": 2, "zero": 3, "microbatch": 2}),
     "pp": (2, {"pp": 2, "microbatch": 2}),
     "recompute": (2, {"dp_replicate": 2, "recompute": "full"}),
 }
@@ -47,6 +48,10 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
 
     Large enough that tensors are far larger than scalars and counters, which nobody predicts.
     """
+    if name == "unet":
+        from benchmarks.unet import example
+
+        return example(8)
     if name != "mlp":
         from autopar.models.hf_tiny import tiny
 
@@ -89,7 +94,8 @@ def measure(model: Any, inputs: dict[str, Any]) -> dict[str, int]:
 
     def gradients() -> None:
         output = model(**inputs)
-        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)
+        loss.backward()
 
     gradients()
     optimizer.step()
@@ -181,6 +187,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def pivot(rows: Sequence[dict[str, Any]]) -> str:
+    """Return predicted over measured of the last row of each case as a Markdown table, a line a model."""
+    last = {(row["model"], row["plan"]): row for row in rows}
+    plans = [plan for plan in PLANS if any(each == plan for _, each in last)]
+    lines = []
+    for model in MODELS:
+        cells = {plan: last.get((model, plan), {}).get("ratio") for plan in plans}
+        if any(cells.values()):
+            lines.append({"model": model} | {plan: f"{cell:.3f}" if cell else "" for plan, cell in cells.items()})
+    return markdown(lines, ["model", *plans])
+
+
 def main() -> int:
     """Run every case asked for, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -190,13 +208,17 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that planning, and running, may take")
     parser.add_argument("--table", type=Path, metavar="FILE", help="where a Markdown table goes")
     parser.add_argument("--output", type=Path, default=RESULTS / "memory.jsonl")
+    parser.add_argument("--show", action="store_true", help="run nothing, print the table of what is in --output")
     args = parser.parse_args()
+    if args.show:
+        print(pivot([json.loads(line) for line in args.output.read_text(encoding="utf-8").splitlines()]))
+        return 0
     os.environ["OMP_NUM_THREADS"] = "1"  # forks of a process that has started torch's thread pool hang
     import torch
 
     torch.set_num_threads(1)
     import_module("autopar.api.compiling")
-    if set(args.models) - {"mlp"}:
+    if set(args.models) - {"mlp", "unet"}:
         import_module("autopar.models.hf_tiny")
         import_module("transformers")
     rows = []

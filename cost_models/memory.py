@@ -130,16 +130,57 @@ def allocated_bytes(tensor_bytes: float | npt.NDArray[Any], device_kind: str = "
     return rounded
 
 
-def process_bytes(tensor_bytes: float, device: DeviceSpec) -> float:
-    """Return what `nvidia-smi` shows of a training process: tensors, what the allocator keeps beside them, context."""
-    return tensor_bytes * (1.0 + ALLOCATOR_RESERVE) + device.reserved_bytes + COMMUNICATOR_BYTES
+def process_bytes(resting: float, moving: float, device: DeviceSpec, *, groups: int, flat: float = 0.0) -> float:
+    """Return what `nvidia-smi` shows of a training process.
+
+    `resting` bytes of tensors stay throughout (parameters, gradients, optimizer); `moving` ones come and go, and the
+    allocator keeps more than their peak; buffers of `flat_bytes` find no room among those. To these come the context,
+    and what NCCL takes for each of `groups` process groups.
+    """
+    return resting + moving * (1.0 + ALLOCATOR_SLACK) + flat + device.reserved_bytes + groups * COMMUNICATOR_BYTES
 
 
-ALLOCATOR_RESERVE = 0.08
-"""Share of live tensors that the caching allocator holds beside them at the peak: blocks that do not fit. Assumed."""
+ALLOCATOR_SLACK = 0.237
+"""Share of the tensors that come and go which the caching allocator holds beside them at the peak.
 
-COMMUNICATOR_BYTES = 1.5 * 2**30
-"""Buffers of NCCL's communicators, of which a 3D-parallel program has five to eight of 0.2 to 0.3 GiB each. Assumed."""
+The median over 19 published logs of Megatron-LM (benchmarks/data/allocator_logs.csv): reserved bytes less those
+allocated at the peak, over those allocated at the peak less those that stay. With it reserved bytes are off by 4 % in
+the median.
+"""
+
+COMMUNICATOR_BYTES = 688 * 2**20
+"""What a process group of more than two devices takes of each, once it has reduced: four A100 with NVLink, see
+https://github.com/NVIDIA/nccl/issues/964 (read 2026-11-22; 544 MB for groups of two)."""
+
+FLAT_BUCKET = 500_000_000
+"""Elements of the buffer in which DeepSpeed reduces gradients: its default `reduce_bucket_size`."""
+
+
+def flat_bytes(parameters: float, state_bytes: float, gradient_item: int, *, zero: int, replicas: int) -> float:
+    """Return the bytes of the contiguous copies that DeepSpeed makes beside the tensors, on one device.
+
+    Each is one allocation of gigabytes, for which freed activations are no room: segments of the caching allocator are
+    never joined. `parameters`: how many the device holds; `state_bytes`: of Adam's state and float32 copies, 12 each of
+    those that it updates. Before a step the gradients of these are flattened and cast to float32
+    (`single_grad_partition` of runtime/zero/stage_1_and_2.py; without ZeRO casts and their flattened copy lie side by
+    side, runtime/fp16/fused_optimizer.py), at stage 3 in runs of at most 1e9 (`sub_group_size`). Gradients that are
+    summed in float32 are updated from where they lie, and a micro-batch's own are beside them
+    (runtime/bf16_optimizer.py).
+    """
+    bucket = min(float(FLAT_BUCKET), parameters) * gradient_item if replicas > 1 else 0.0
+    if gradient_item == dtype_bytes("float32"):
+        return bucket + 2.0 * parameters
+    updated = state_bytes / _MIXED_STATE
+    if zero == _WHOLLY_SHARDED:
+        updated = min(updated, _SUB_GROUP)
+    return bucket + updated * (dtype_bytes("float32") + (gradient_item if zero else dtype_bytes("float32")))
+
+
+_MIXED_STATE = 12
+"""Bytes a parameter of Adam's two moments and the copy that it updates, in float32."""
+
+_SUB_GROUP = 1e9
+_WHOLLY_SHARDED = 3
 
 
 def usable_bytes(device: DeviceSpec, margin: float = 0.0) -> int:

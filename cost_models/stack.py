@@ -30,6 +30,13 @@ class Stack:
     overlaps_tensor: bool = False
     """Whether gathers and scatters of sequence parallelism run behind the products that they feed or empty."""
 
+    hides_backward: bool = False
+    """Whether backward's sums over tensor-parallel ranks run behind the weight gradients of the same layer.
+
+    Megatron-LM since 2022: `LinearWithGradAccumulationAndAsyncCommunication` of megatron/core/tensor_parallel/
+    layers.py; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
+    """
+
     sums_in_products: bool = False
     """Whether products add gradients to their float32 sums themselves (Megatron's `gradient_accumulation_fusion`)."""
 
@@ -42,9 +49,29 @@ class Stack:
     long_sums_without_zero: bool = False
     """Whether gradients of bf16 parameters are in float32 where no ZeRO stage is on (DeepSpeed's `get_data_types`)."""
 
+    long_sums_from_ends: bool = False
+    """Whether versions that can count embedding and head as layers have gradients of bf16 parameters in float32.
+
+    Megatron-DeepSpeed got `--pp-partition-method type:transformer|embedding` in the week in which its bf16 became that
+    of DeepSpeed's BF16_Optimizer (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, 27 and 28
+    February 2022).
+    """
+
+    flat_copies: bool = False
+    """Whether gradients are copied into contiguous buffers to be reduced and to update parameters (DeepSpeed)."""
+
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
         return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
+
+    def of_year(self, year: int) -> Stack:
+        """Return the stack as it was then."""
+        return replace(self, hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD)
+
+    def cut(self, layers: int, stages: int) -> Stack:
+        """Return the stack as it must be to run so many layers on so many stages: a version that can."""
+        counts_ends = bool(layers % stages) and (layers + 2) % stages == 0
+        return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_from_ends and counts_ends))
 
     def on(self, device: DeviceSpec, year: int) -> DeviceSpec:
         """Return the device as it is in long runs with this software of that year.
@@ -73,6 +100,7 @@ class Stack:
 
 _MATURE_AFTER_YEARS = 2.0
 _FIRST_ATTENTION_KERNELS = 2023
+_ASYNCHRONOUS_BACKWARD = 2022
 
 
 _FRAMEWORKS = (
@@ -81,10 +109,19 @@ _FRAMEWORKS = (
         Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True, sums_in_products=True),
     ),
     (
-        r"megatron.?deepspeed|neox",
-        Stack("fused", float32_gradients=False, overlaps=False, long_sums_without_zero=True),
+        r"megatron.?deepspeed",
+        Stack(
+            "fused",
+            float32_gradients=False,
+            overlaps=False,
+            long_sums_without_zero=True,
+            long_sums_from_ends=True,
+            flat_copies=True,
+        ),
     ),
-    (r"megatron", Stack("fused", float32_gradients=True, overlaps=False)),
+    (r"neox", Stack("fused", float32_gradients=False, overlaps=False, long_sums_without_zero=True, flat_copies=True)),
+    (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True)),
+    (r"megatron", Stack("fused", float32_gradients=True, overlaps=False, hides_backward=True)),
     (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
     (r"maxtext|pax|jax|xla", Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False)),
 )

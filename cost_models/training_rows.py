@@ -107,12 +107,14 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     architecture = _architecture(row)
     _refuse_unsaid(row)
     zero = int(_choice(row, "zero", ("0", "1", "2", "3")))
+    stages = _count(row, "pp") * _count(row, "interleave")
+    stack = stack_of(_text(row, "framework"), row.get("compiled", "") == "yes").at_zero(zero)
     read = TrainingRow(
         id=_text(row, "id"),
         source=_text(row, "source"),
         model=_text(row, "model"),
         architecture=architecture,
-        stack=stack_of(_text(row, "framework"), row.get("compiled", "") == "yes").at_zero(zero),
+        stack=stack.of_year(_count(row, "year")).cut(architecture.layers, stages),
         year=_count(row, "year"),
         device=device,
         gpus=_count(row, "gpus"),

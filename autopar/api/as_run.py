@@ -6,6 +6,7 @@ travelled in flat buffers; an optimizer may be sharded whose parameters are whol
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 
@@ -60,10 +61,23 @@ class AsRun(Solving):
             int(trial.microbatches > 1),
             sharded=self._sharded(trial),
             hides_reductions=self.stack.overlaps,
-            hidden_axis=tensor if self.stack.overlaps_tensor else -1,
+            hidden_axis=tensor,
+            hidden_share=self._hidden_share(trial),
             whole_axis=-1 if self.options.fix.get("sequence_parallel", True) else tensor,
             flat_bytes=_block_bytes(self.program, prod(axis.size for axis in trial.mesh if axis.role == "tp")),
         )
+
+    def _hidden_share(self, trial: Trial) -> Mapping[str, float]:
+        """Return the share of tensor-parallel collectives that products hide, by operation.
+
+        Where only backward's run behind weight gradients: of a layer's sums those of backward, one pass of two or,
+        where layers run again, of three; of scatters likewise, and no gathers, of which those that weight gradients
+        need in place of what forward kept are not in the program.
+        """
+        if self.stack.overlaps_tensor:
+            return {"all_gather": 1.0, "reduce_scatter": 1.0}
+        passes = 3 if trial.recompute in {"full", "whole"} else 2
+        return {"all_reduce": 1 / passes, "reduce_scatter": 1 / passes} if self.stack.hides_backward else {}
 
     def _sharded(self, trial: Trial) -> tuple[int, float]:
         """Return the axis that an optimizer is sharded over, and bytes of a parameter over its gradient's."""

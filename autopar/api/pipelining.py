@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autopar.costs.issued import Issued
 from autopar.costs.links import Message
-from autopar.costs.liveness import Life, base_of, gradients_of, lives, local_bytes
+from autopar.costs.liveness import Life, base_of, gradients_of, lives, lives_of_step, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Outcome
 from autopar.ir import stages as blocks
@@ -22,7 +22,7 @@ from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
 from autopar.ir.weight_gradients import weight_gradients
-from autopar.search.cuts import Cut, NoCut, find_cuts, pipeline_costs
+from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, pipeline_costs
 from autopar.search.stages import Boundary, Unit
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
@@ -156,7 +156,7 @@ def pipelined(
     """
     found = blocks.units(outcome.graph)
     priced = _Blocks(outcome, ways[0].depth, [unit.path for unit in found])
-    reserved = int(outcome.links.cluster.device.reserved_bytes)
+    reserved = int(outcome.links.cluster.device.reserved_bytes) + priced.batch_bytes
     tried: list[Pipelined] = []
     without: list[NoCut] = []
     if known is not None:
@@ -169,8 +169,7 @@ def pipelined(
         if len(found) < schedule.stages:
             raise blocks.too_many_stages(schedule.stages, found)
         if wanted.even:
-            firsts = tuple(stage * len(found) // schedule.stages for stage in range(schedule.stages))
-            tried.append(priced.judged(Cut(firsts, 0.0, ()), wanted, schedule, reserved))
+            tried.append(priced.judged(Cut(even_cut(len(found), schedule.stages), 0.0, ()), wanted, schedule, reserved))
             continue
         cuts = find_cuts(priced.units, priced.boundaries, schedule, budget_bytes=budget_bytes - reserved)
         if isinstance(cuts, NoCut):
@@ -212,8 +211,7 @@ class _Blocks:
         seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
         behind = {part: [0.0] * count for part in seconds}
         apart = weight_gradients(self.graph, self.of)
-        as_run = bool(self.outcome.links.flat_bytes)
-        temporary = self._temporary() if as_run else self._largest()
+        temporary = self._temporary()
         known: dict[str, float] = {}
         launched = {part: [0] * count for part in seconds}
         for op in self.graph.ops:
@@ -266,6 +264,11 @@ class _Blocks:
             if meta is not None
         )
 
+    @property
+    def batch_bytes(self) -> int:
+        """Return the bytes of a rank's part of the batch, which the caller holds on every stage."""
+        return round(sum(self._bytes(op) for op in self.graph.ops if op.kind == "input"))
+
     @cached_property
     def _static(self) -> list[tuple[float, float, float]]:
         """Return the bytes of parameters, gradients and optimizer state of each block."""
@@ -279,9 +282,11 @@ class _Blocks:
             if op.kind == "parameter" and op.requires_grad:
                 state = state_bytes(op, layout, self.outcome.links.sizes, self.outcome.optimizer)
             ref = gradients.get(op.name)
-            gradient = self._bytes(self.graph.by_name[ref.op]) if ref is not None else 0.0
-            if ref is not None and self.outcome.reduces_early(self.graph.representative(op.name)):
-                gradient = local_bytes(self.graph.meta(ref), layout, self.outcome.links.sizes)
+            gradient = 0.0
+            if ref is not None:
+                early = self.outcome.reduces_early(self.graph.representative(op.name))
+                made_in = layout if early else self.outcome.layout(self.graph.representative(ref.op), ref.index)
+                gradient = local_bytes(self.graph.meta(ref), made_in, self.outcome.links.sizes)
             # A tied parameter is held by each stage that reads it, and so is what is gathered of it.
             for at in {self.of[op.name], *(self.of[reader] for reader in self._readers(op.name))}:
                 p, g, s = found[at]
@@ -321,22 +326,18 @@ class _Blocks:
                 kept[self.of[op.name]] += held
         return saved, kept
 
-    def _largest(self) -> list[float]:
-        """Return twice what each block's largest operator makes."""
-        found = [0.0] * len(self.paths)
-        for op in self.graph.ops:
-            if op.kind == "call":
-                found[self.of[op.name]] = max(found[self.of[op.name]], 2 * self._bytes(op))
-        return found
-
     def _temporary(self) -> list[float]:
-        """Return the most that each block holds at once of what it neither saves for backward nor returns."""
+        """Return the most that each block holds at once of what it neither saves for backward nor sums.
+
+        A gradient is there for the moment in which it is added to its sum, unless what makes it adds it.
+        """
         steps: list[dict[int, float]] = [{} for _ in self.paths]
-        returned = gradients_of(self.graph)
-        for life in lives(self.graph):
+        # Sums themselves are held throughout.
+        lives_of = [each for each in lives_of_step(self.graph, accumulates=True) if each.first > 0]
+        for life in lives_of:
             op = self.graph.by_name[life.op]
             meta = op.outputs[life.index]
-            if op.kind != "call" or meta is None or (life.op, life.index) in returned or self._is_saved(life):
+            if op.kind != "call" or meta is None or self._is_saved(life) or self._joins_stages(op):
                 continue
             layout = self.outcome.strategy(self.graph.representative(life.op)).outputs[life.index]
             held = local_bytes(meta, layout, self.outcome.links.sizes)
@@ -351,6 +352,11 @@ class _Blocks:
                 peak = max(peak, now)
             peaks.append(peak)
         return peaks
+
+    def _joins_stages(self, op: Op) -> bool:
+        """Return whether an operator adds up the gradients that two blocks have of one parameter: each has its own."""
+        made = [self.of[ref.op] for ref in op.refs if self.graph.by_name[ref.op].kind == "call"]
+        return (op.name, 0) in gradients_of(self.graph) and any(at != self.of[op.name] for at in made)
 
     def _is_saved(self, life: Life) -> bool:
         """Return whether forward keeps a value for backward."""
@@ -478,6 +484,7 @@ class _Blocks:
             rank_bytes=peaks,
             static=Memory(
                 parameters=parts[0], gradients=parts[1], optimizer=parts[2],
-                activations=activations, temporary=temporary, reserved=reserved,
+                activations=activations + self.batch_bytes, temporary=temporary,
+                reserved=reserved - self.batch_bytes,
             ),
         )  # fmt: skip

@@ -20,7 +20,7 @@ from autopar.capture.gradients import gradients_in_float32
 from autopar.capture.recompute import recomputed_graph
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Estimates
+from autopar.ir.plan import Estimates, Memory
 from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
 from autopar.options import PlanOptions
@@ -28,7 +28,7 @@ from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial, Uniform
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
-from cost_models.memory import process_bytes
+from cost_models.memory import flat_bytes, process_bytes
 from cost_models.published import Priced
 from cost_models.training_rows import Architecture, TrainingRow, read_training_row, training_cluster
 from cost_models.validation import Row, Skipped
@@ -81,7 +81,6 @@ def _price(line: int, read: TrainingRow) -> Priced | Skipped:
         found = estimates_of(read)
     except (AutoparError, CostModelError) as error:
         return Skipped(line, str(error))
-    tensors = found.peak_memory_bytes - found.memory.reserved
     return Priced(
         line=line,
         label=read.label,
@@ -91,8 +90,22 @@ def _price(line: int, read: TrainingRow) -> Priced | Skipped:
         measured_s=read.measured_step_s,
         predicted_s=found.step_time_s,
         measured_bytes=read.measured_peak_bytes,
-        predicted_bytes=process_bytes(tensors, catalogued_device(read.device)),
+        predicted_bytes=_process_bytes(read, found.memory),
     )
+
+
+def _process_bytes(read: TrainingRow, held: Memory) -> float:
+    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them."""
+    short = read.precision != "fp32"
+    flat = 0.0
+    if short and read.stack.flat_copies:
+        item = 4 if read.stack.float32_gradients and read.precision == "bf16" else 2
+        flat = flat_bytes(held.parameters / 2, held.optimizer, item, zero=read.zero, replicas=read.dp)
+    # One for each axis, and one over all model-parallel ranks, which add up norms.
+    groups = sum(degree > 1 for degree in (read.dp, read.tp, read.pp)) + (read.tp > 1 < read.pp)
+    resting = held.parameters + held.gradients + held.optimizer
+    moving = held.activations + held.temporary
+    return process_bytes(resting, moving, catalogued_device(read.device), groups=groups, flat=flat)
 
 
 def estimates_of(read: TrainingRow) -> Estimates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Op
@@ -76,7 +76,10 @@ class Links:
     """Size of the buffers that parameters and gradients travel in; 0: each travels by itself."""
 
     hidden_axis: int = -1
-    """The axis whose gathers and scatters run behind the products beside them; -1: none."""
+    """The axis some of whose collectives run behind the products beside them; -1: none."""
+
+    hidden_share: Mapping[str, float] = field(default_factory=dict)
+    """Of each operation along the hidden axis, the share of its calls that do."""
 
     whole_axis: int = -1
     """The axis along which sums are made whole on every rank, never scattered; -1: none.
@@ -142,8 +145,8 @@ class Links:
         if message.op == "all_reduce" and message.axis == self.sharded[0]:
             scattered = collective_s("reduce_scatter", message.bytes, hops)
             spent = scattered + collective_s("all_gather", self.sharded[1] * message.bytes, hops)
-        if message.axis == self.hidden_axis and message.op in {"all_gather", "reduce_scatter"}:
-            spent *= 1.0 - self._overlap[message.axis]
+        if message.axis == self.hidden_axis and message.op in self.hidden_share:
+            spent *= 1.0 - self.hidden_share[message.op] * self._overlap[message.axis]
         yield Price(spent, host_s(message.op, message.bytes, hops))
         for inside in splits(message.op, hops) if self.two_level else ():
             parts = pieces(message.op, message.bytes, hops, inside)

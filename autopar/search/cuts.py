@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -104,6 +105,22 @@ def find_cuts(
         ),
         min(found.bound_s, float(scores.step_s.min())),
     )
+
+
+def even_cut(count: int, stages: int) -> tuple[int, ...]:
+    """Return the first block of each stage where blocks are spread as evenly as can be.
+
+    Frameworks whose layers do not divide count embedding and head as a layer each (Megatron-DeepSpeed's partitions by
+    `type:transformer|embedding`, Megatron-Core's `account_for_..._in_pipeline_split`, torchtitan's weights of first and
+    last stage): 126 layers on 16 stages are 7, 14 times 8, and 7.
+    """
+    each, more = divmod(count + 2, stages)
+    sizes = [each + (stage < more) for stage in range(stages)]
+    sizes[0] -= 1
+    sizes[-1] -= 1
+    if count % stages == 0 or min(sizes) < 1:
+        return tuple(stage * count // stages for stage in range(stages))
+    return tuple(accumulate(sizes[:-1], initial=0))
 
 
 def pipeline_costs(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 
 from autopar.api import validating
 from autopar.api.validating import estimates_of, price_steps
 from autopar.ir.plan import Estimates
+from autopar.search.cuts import even_cut
 from cost_models.training_rows import read_training_row
 from cost_models.validation import Skipped
 from tests.support.training_row import ROW
@@ -53,6 +55,30 @@ def test_recomputation_takes_time_and_saves_memory():
     assert none.peak_memory_bytes > full.peak_memory_bytes
 
 
+@pytest.mark.parametrize(
+    ("count", "stages", "sizes"),
+    [
+        (72, 12, [6] * 12),
+        (126, 16, [7, *[8] * 14, 7]),
+        (82, 12, [6, *[7] * 10, 6]),
+        (31, 4, [8, 8, 8, 7]),
+        (3, 2, [2, 1]),
+        (5, 4, [1, 1, 1, 2]),
+    ],
+)
+def test_layers_that_do_not_divide_are_spread_with_both_ends_as_a_layer_each(count: int, stages: int, sizes: list[int]):
+    firsts = even_cut(count, stages)
+
+    assert [stop - first for first, stop in pairwise((*firsts, count))] == sizes
+
+
+def test_a_stage_holds_a_gradient_for_each_parameter_and_nothing_that_was_made_beside_it():
+    # Operators that make gradients of norms make that of the layer's input, too.
+    held = _priced(**WAYS["stages"], framework="megatron-deepspeed", precision="fp16", micro_batch="4").memory
+
+    assert held.gradients < 1.2 * held.parameters
+
+
 def test_without_sequence_parallelism_every_rank_holds_whole_layers_inputs():
     # What full recomputation keeps is the input of each layer: batch x sequence x hidden, of six layers.
     whole, split = (_priced(dp="4", tp="2", pp="1", seq_len="1024", sequence_parallel=way) for way in ("no", "yes"))
@@ -75,3 +101,16 @@ def test_rows_that_cannot_be_priced_are_named_and_skipped():
     assert [type(each) is Skipped for each in found] == [False, True, True]
     assert isinstance(found[1], Skipped)
     assert found[1].reason == "dp 3 x tp 8 x pp 2 is not the 8 GPUs"
+
+
+def test_megatron_of_2022_sums_behind_the_weight_gradients_of_backward():
+    def exposed(framework: str, tp: str) -> list[float]:
+        ways = {"dp": str(8 // int(tp)), "tp": tp, "pp": "1", "framework": framework}
+        return [_priced(**ways, year=year).breakdown.exposed_communication_s for year in ("2021", "2022")]
+
+    before, then = exposed("megatron-lm", "2")
+    same, alone = exposed("megatron-deepspeed", "2"), exposed("megatron-lm", "1")
+
+    assert then < before
+    assert same[0] == pytest.approx(same[1])
+    assert alone[0] == pytest.approx(alone[1])

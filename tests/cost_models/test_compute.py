@@ -166,8 +166,8 @@ def test_allocations_are_rounded_up():
 
 def test_context_and_margin_are_taken_from_capacity():
     spec = catalogued_device("a100-sxm-80gb")
-    assert usable_bytes(spec) == 79 * 2**30
-    assert usable_bytes(spec, margin=0.1) == int(79 * 2**30 * 0.9)
+    assert usable_bytes(spec) == (81920 - 1573) * 2**20
+    assert usable_bytes(spec, margin=0.1) == int((81920 - 1573) * 2**20 * 0.9)
 
 
 def test_exposed_communication_is_what_computation_does_not_hide():

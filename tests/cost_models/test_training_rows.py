@@ -115,6 +115,23 @@ def test_deepspeed_sums_in_float32_without_zero_only():
     assert [row.stack.float32_gradients for row in rows] == [True, False]
 
 
+@pytest.mark.parametrize(("layers", "pp", "long"), [("70", "12", True), ("72", "12", False), ("71", "12", False)])
+def test_megatron_deepspeed_that_counts_both_ends_as_layers_sums_in_float32(layers: str, pp: str, long: bool):
+    change = {
+        "framework": "megatron-deepspeed",
+        "zero": "1",
+        "layers": layers,
+        "pp": pp,
+        "dp": "1",
+        "tp": "1",
+        "gpus": pp,
+    }
+
+    row = read_training_row({**ROW, **change, "gpus_per_node": pp})
+
+    assert row.stack.float32_gradients is long
+
+
 def test_software_of_the_year_a_device_came_out_is_slower_on_it():
     device = catalogued_device("h100-sxm-80gb")
     stack = stack_of("fsdp", compiled=False)
