@@ -164,6 +164,15 @@ def no_single_loss(found: Sequence[str]) -> UsageError:
     )
 
 
+def some_gradients_of_stages(given: int, held: int) -> UsageError:
+    """Return the error for a norm over some of the gradients that a rank of a pipeline has."""
+    return UsageError(
+        f"the norm of {given} of this rank's {held} gradients was asked for, and a rank that holds only some pipeline "
+        "stages cannot tell which gradients of the others belong to it; take the norm over all of the model's "
+        "parameters, or call autopar.clip_grad_norm_(model, max_norm, parameters=THESE) on all ranks"
+    )
+
+
 def generators_drifted() -> RanksDisagreeError:
     """Return the error for ranks whose random generators were equal at first and are not any more."""
     return RanksDisagreeError(

@@ -240,28 +240,6 @@ def test_a_rank_that_stops_in_mid_step_is_named_by_the_others(how: str, text: st
     assert first.value.startswith(text)
 
 
-def clip(_rank: int, fix: dict[str, Any], norm_type: float) -> tuple[float, float, float]:
-    """Return the norm before clipping, that of the model itself, and the largest error of a clipped gradient."""
-    reference, batch = layers()
-    mine = autopar.compile(copy.deepcopy(reference), "cpu:2", example_inputs=batch, fix=fix)
-    for each in (reference, mine):
-        loss_of(call(each, batch)).backward()
-    want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
-    got = autopar.clip_grad_norm_(mine, 0.1, norm_type)
-    wanted = dict(reference.named_parameters())
-    errors = [(whole(p.grad) - wanted[name].grad).abs().max().item() for name, p in mine.named_parameters()]
-    return got.item(), want.item(), max(errors)
-
-
-@pytest.mark.parametrize(
-    ("fix", "norm_type"), [({"pp": 2, "microbatch": 3}, 2.0), ({"pp": 2}, float("inf")), ({"tp": 2}, 2.0)], ids=str
-)
-def test_clipping_sees_the_norm_of_the_whole_model(pool: RankPool, fix: dict[str, Any], norm_type: float):
-    for got, want, error in pool.values(clip, fix, norm_type):
-        assert got == pytest.approx(want, rel=1e-4)
-        assert error < 1e-6
-
-
 def overflow(rank: int) -> tuple[bool, float]:
     """Take a step in which one rank's gradient overflows; return whether parameters changed, and the new scale."""
     model, batch = layers()
