@@ -167,7 +167,7 @@ def pipelined(
     for wanted in ways:
         schedule = wanted.schedule_for(outcome.microbatches)
         if len(found) < schedule.stages:
-            raise blocks.too_many_stages(schedule.stages, found)
+            raise blocks.too_many_stages(schedule.stages, found, wanted.interleave)
         if wanted.even:
             tried.append(priced.judged(Cut(even_cut(len(found), schedule.stages), 0.0, ()), wanted, schedule, reserved))
             continue

@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.api.pipelining import Wanted
 from autopar.api.staging import Budget, staged_program
+from autopar.api.wishes import read_wishes
 from autopar.capture import capture
 from autopar.errors import AutoparError, InfeasibleError, ScheduleError, UsageError
 from autopar.ir.plan_json import from_json, to_json
+from autopar.options import PlanOptions
 from benchmarks import unet
 from tests.rewrite.test_microbatches import models
 from tests.support.ranks import RankPool
@@ -338,14 +341,24 @@ def test_stages_of_several_ranks_equal_the_models_own(four: RankPool, fix: dict[
         ({"pp": 2, "microbatch": 5}, UsageError, "does not divide into micro-batches of 5"),
         ({"pp": 3}, InfeasibleError, "do not divide the cluster's 8 devices"),
         ({"schedule": "gpipe", "pp": 1}, UsageError, "needs pipeline stages: add --fix pp=N"),
+        ({"pp": 2, "interleave": 3}, InfeasibleError, r"6 pipeline stages \(2 ranks of 3\), .* at most 4 \(pp x inter"),
+        ({"schedule": "zbv", "interleave": 1}, UsageError, "'zbv' has 2 stages a rank, not 1: use --fix interleave=2"),
     ],
-    ids=["stages", "micro-batch", "degree", "schedule"],
+    ids=["stages", "micro-batch", "degree", "schedule", "stages a rank", "interleave"],
 )
 def test_impossible_pipelines_say_why(fix: dict[str, Any], kind: type[Exception], text: str):
     model, batch = layers()
 
     with pytest.raises(kind, match=text):
         autopar.plan(model, "cpu:8", example_inputs=batch, fix=fix)
+
+
+def test_one_stage_a_rank_rules_out_schedules_with_several_and_no_others():
+    wishes = read_wishes(PlanOptions.parse(fix={"interleave": 1}))
+
+    assert wishes.schedule_is_open
+    assert wishes.wanted(4) == Wanted(4, "1f1b", 1)
+    assert "interleave" in wishes.never
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
