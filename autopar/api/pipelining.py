@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from autopar.api.crossings import Crossings
 from autopar.costs.issued import Issued
-from autopar.costs.links import Message
 from autopar.costs.liveness import Life, base_of, gradients_of, lives, lives_of_step, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Outcome
@@ -23,11 +23,9 @@ from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
 from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, pipeline_costs
-from autopar.search.stages import Boundary, Unit
+from autopar.search.stages import Unit
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
-from cost_models.collectives import collective_s, host_s
-from cost_models.topology import Hop, axis_hops
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ def pipelined(
         if wanted.even:
             tried.append(priced.judged(Cut(even_cut(len(found), schedule.stages), 0.0, ()), wanted, schedule, reserved))
             continue
-        cuts = find_cuts(priced.units, priced.boundaries, schedule, budget_bytes=budget_bytes - reserved)
+        cuts = find_cuts(priced.units, priced.crossings.boundaries, schedule, budget_bytes=budget_bytes - reserved)
         if isinstance(cuts, NoCut):
             without.append(NoCut(cuts.least_bytes + reserved, cuts.bound_bytes + reserved))
         else:
@@ -203,6 +201,7 @@ class _Blocks:
     def __post_init__(self) -> None:
         self.graph = self.outcome.graph
         self.of = blocks.stage_of(self.graph, [[path] for path in self.paths])
+        self.crossings = Crossings(self.outcome, self.depth, self.of, len(self.paths))
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -364,64 +363,6 @@ class _Blocks:
         return self.graph.by_name[life.op].phase == "forward" and last is not None and last.phase == "backward"
 
     @cached_property
-    def boundaries(self) -> list[Boundary]:
-        """Return what crosses between neighbouring blocks: values of forward that come from parameters."""
-        graph, sizes = self.graph, self.outcome.links.sizes
-        ranks = sizes[self.outcome.links.time_axes :]
-        hops = axis_hops(self.outcome.links.cluster.levels, (self.depth, *ranks), 0)
-        base = base_of(graph)
-        trained: set[str] = set()
-        alive = [0.0] * (len(self.paths) - 1)
-        last: dict[tuple[str, int], int] = {}
-        for op in graph.ops:
-            if op.phase != "forward":
-                continue
-            if op.kind == "parameter" or any(ref.op in trained for ref in op.refs):
-                trained.add(op.name)
-            for ref in op.refs:
-                key = base[ref.op, ref.index]
-                last[key] = max(last.get(key, 0), self.of[op.name])
-        for (name, index), end in last.items():
-            op = graph.by_name[name]
-            meta = op.outputs[index]
-            if op.kind != "call" or name not in trained or meta is None:
-                continue
-            layout = self.outcome.strategy(graph.representative(name)).outputs[index]
-            for at in range(self.of[name], end):
-                alive[at] += local_bytes(meta, layout, sizes)
-        found = []
-        for held in alive:
-            called_s, handled_s = self._handled_s(round(held), hops)
-            moved_s = max(0.0, self._moved_s(round(held), hops) - called_s)
-            found.append(
-                Boundary(forward_s=moved_s, backward_s=moved_s, host_s=called_s + handled_s, value_bytes=round(held))
-            )
-        return found
-
-    def _moved_s(self, nbytes: int, hops: Sequence[Hop]) -> float:
-        """Return the seconds of handing a value on.
-
-        Frameworks without sequence parallelism send a part from each tensor-parallel rank, which the receivers gather
-        (Narayanan et al. 2021, section 4.1; DeepSpeed's partitioned pipeline tensors).
-        """
-        links, axis = self.outcome.links, self.outcome.links.whole_axis
-        if not nbytes:
-            return 0.0
-        if axis < 0:
-            return float(collective_s("point_to_point", nbytes, hops))
-        sent_s = float(collective_s("point_to_point", nbytes // links.sizes[axis], hops))
-        return sent_s + links.message_s(Message("all_gather", axis, nbytes))
-
-    def _handled_s(self, nbytes: int, hops: Sequence[Hop]) -> tuple[float, float]:
-        """Return what a computing CPU core spends on the call and on the bytes of a message, sent or received.
-
-        What `host_s` says of bytes is for each that is sent and another that is received.
-        """
-        if not nbytes or self.outcome.links.cluster.device.kind != "cpu":
-            return 0.0, 0.0
-        return max((hop.call_s for hop in hops), default=0.0), host_s("point_to_point", nbytes, hops) / 2
-
-    @cached_property
     def _ends(self) -> _Ends:
         """Return, of each block, what its rank does once a step."""
         found = _Ends(*([0.0] * len(self.paths) for _ in _Ends._fields))
@@ -457,7 +398,7 @@ class _Blocks:
 
     def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
         """Return a cut with its simulated timeline."""
-        costs = pipeline_costs(self.units, self.boundaries, schedule, cut.first_units)
+        costs = pipeline_costs(self.units, self.crossings.of_cut(cut, schedule), schedule, cut.first_units)
         timeline = simulate(schedule, costs)
         stops = (*cut.first_units[1:], len(self.paths))
         runs = [range(first, stop) for first, stop in zip(cut.first_units, stops, strict=True)]

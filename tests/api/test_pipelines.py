@@ -21,6 +21,7 @@ from autopar.errors import AutoparError, InfeasibleError, ScheduleError, UsageEr
 from autopar.ir.plan_json import from_json, to_json
 from autopar.options import PlanOptions
 from benchmarks import unet
+from cost_models.cluster import ClusterSpec
 from tests.rewrite.test_microbatches import models
 from tests.support.ranks import RankPool
 from tests.support.training import Trained, call, loss_of, train, whole
@@ -163,6 +164,25 @@ def test_a_plan_says_its_stages_and_survives_the_file():
     assert total == pytest.approx(plan.estimates.step_time_s, rel=0.2)
     assert parts.bubble_s > 0
     assert from_json(to_json(plan)) == plan
+
+
+def test_messages_are_priced_on_the_link_between_their_stages():
+    model, batch = layers()
+    links, nic = ({"bandwidth": speed, "latency": "1us"} for speed in ("10GB/s", "1MB/s"))
+    cluster = ClusterSpec.from_dict({
+        "version": 1,
+        "name": "two-by-two",
+        "devices": {"core": {"preset": "cpu"}},
+        "nodes": {"host": {"device": "core", "count": 2, "links": links, "nic": nic}},
+        "groups": [{"node": "host", "count": 2}],
+    })  # fmt: skip
+
+    plan = autopar.plan(model, cluster, example_inputs=batch, fix={"pp": 4, "schedule": "gpipe", "microbatch": 3})
+
+    inside, across, again = [each.send_forward_s for each in plan.estimates.per_stage[:3]]
+    assert again == inside
+    assert across == pytest.approx(2 * 3 * 6 * 8 * 4 / 1e6, rel=0.2)  # two values of 3 samples, 6 tokens, 8 numbers
+    assert inside < across / 100
 
 
 def test_zero_bubble_is_predicted_faster_than_1f1b_in_memory_of_the_same_order():
