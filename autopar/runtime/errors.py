@@ -29,10 +29,11 @@ class CollectiveError(AutoparError):
     exit_code = 5
 
 
-def collective_failed(name: str, rank: int, why: str) -> CollectiveError:
-    """Return the error for a collective that the backend gave up."""
+def collective_failed(name: str, rank: int, why: str, others: Sequence[int] = ()) -> CollectiveError:
+    """Return the error for a collective that the backend gave up; `others` are the ranks it is done with."""
+    beside = f" with {'' if len(others) == 1 else 'one of '}{_ranks(len(others))} {_list(others)}" if others else ""
     return CollectiveError(
-        f"rank {rank}: the collective {name!r} failed: {_first_line(why)}\n"
+        f"rank {rank}: the collective {name!r}{beside} failed: {_first_line(why)}\n"
         "a rank of its group stopped, or came too late; every rank that waits for it stops too. Look at the rank that "
         "failed first; if all are alive and merely slow, give init_process_group a longer timeout"
     )
