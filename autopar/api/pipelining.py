@@ -60,6 +60,9 @@ class Pipelined:
     optimizer_s: float
     """Of these, what the slowest optimizer takes."""
 
+    communication_s: tuple[float, ...]
+    """Of each pipeline rank in a step: what shows of its stages' collectives, a part of what their actions take."""
+
     rank_bytes: tuple[int, ...]
     static: Memory
     """Of the rank that holds most; activations are in flight."""
@@ -103,7 +106,7 @@ class Pipelined:
     def estimates(self, whole: Estimates) -> Estimates:
         """Return the estimates of the pipeline, given those of all stages one after another on one stage's mesh."""
         ranks = self.timeline.ranks
-        slowest = max(ranks, key=lambda each: each.compute_s)
+        slowest, shown = max(zip(ranks, self.communication_s, strict=True), key=lambda each: each[0].compute_s)
         bubble = slowest.bubble_s
         # The optimizer that takes longest may be that of a rank which is done earlier.
         rest = max(0.0, self.step_s - slowest.compute_s - bubble)
@@ -117,8 +120,8 @@ class Pipelined:
             memory=self.static,
             breakdown=replace(
                 whole.breakdown,
-                compute_s=slowest.compute_s,
-                exposed_communication_s=rest - optimizer,
+                compute_s=slowest.compute_s - shown,
+                exposed_communication_s=rest - optimizer + shown,
                 bubble_s=bubble,
                 optimizer_s=optimizer,
             ),
@@ -246,6 +249,15 @@ class _Blocks:
             )
             for at in range(count)
         ]
+
+    @cached_property
+    def _shown_s(self) -> list[float]:
+        """Return, of each block, what shows of the collectives of one micro-batch; its seconds have them too."""
+        found = [0.0] * len(self.paths)
+        for issued in self.outcome.messages():
+            if not self._is_once(issued):
+                found[self.of[issued.at]] += self.outcome.links.message_s(issued.message) - self._hidden_s(issued)
+        return found
 
     def _hidden_s(self, issued: Issued) -> float:
         """Return the part of a collective that computation runs behind, as the costs of the whole program have it."""
@@ -422,6 +434,9 @@ class _Blocks:
             timeline=timeline,
             finish_s=finish,
             optimizer_s=max(spent),
+            communication_s=tuple(
+                schedule.microbatches * sum(self._shown_s[at] for at in mine[rank]) for rank in range(schedule.ranks)
+            ),
             rank_bytes=peaks,
             static=Memory(
                 parameters=parts[0], gradients=parts[1], optimizer=parts[2],

@@ -185,6 +185,24 @@ def test_messages_are_priced_on_the_link_between_their_stages():
     assert inside < across / 100
 
 
+def test_collectives_inside_stages_are_communication_and_no_computation():
+    model, batch = layers()
+
+    whole, split = (
+        autopar.plan(model, "cpu:4", example_inputs=batch, fix={"microbatch": 4, **fix})
+        for fix in ({"pp": 4}, {"pp": 2, "tp": 2})
+    )
+
+    inside = [
+        max(stage.step_time_s for stage in each.estimates.per_stage) - each.estimates.breakdown.compute_s
+        for each in (whole, split)
+    ]
+    assert inside[0] == pytest.approx(0.0, abs=1e-12)
+    of_stages = sum(each.predicted_s for each in split.decisions.collectives if each.axis == "tp")
+    assert 0.2 * of_stages < inside[1] < of_stages
+    assert split.estimates.breakdown.exposed_communication_s > inside[1]
+
+
 def test_zero_bubble_is_predicted_faster_than_1f1b_in_memory_of_the_same_order():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)), nn.Linear(4096, 1))
