@@ -155,3 +155,25 @@ def apart(rank: int) -> float:
 
 def test_gradients_of_other_models_are_no_business_of_other_ranks(pool: RankPool):
     assert pool.values(apart)[0] == pytest.approx((16 * 4 + 4 * 4) ** 0.5)
+
+
+def late(_rank: int) -> tuple[float, float, float]:
+    """Clip and step where stages are planned at the first call, and the optimizer was made before."""
+    torch.manual_seed(3)
+    reference, ids = Tied(), torch.randint(0, 16, (8, 6))
+    mine = autopar.compile(copy.deepcopy(reference), "cpu:2", fix={"pp": 2, "microbatch": 4})
+    norms = []
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, mine)]
+    for each, optimizer in zip((reference, mine), optimizers, strict=True):
+        each(ids).backward()
+        norms.append(whole(clip_grad_norm_(each.parameters(), 0.1)).item())
+        optimizer.step()
+    wanted = dict(reference.named_parameters())
+    errors = [(whole(p) - wanted[name]).abs().max().item() for name, p in mine.named_parameters()]
+    return norms[0], norms[1], max(errors)
+
+
+def test_stages_that_are_planned_at_the_first_call_are_clipped_and_trained_alike(pool: RankPool):
+    for want, got, error in pool.values(late):
+        assert got == pytest.approx(want, rel=1e-5)
+        assert error < 1e-6
