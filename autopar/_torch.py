@@ -28,6 +28,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.graph_module import _assign_attr as assign_attribute
 from torch.fx.graph_module import _del_attr as delete_attribute
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
@@ -58,12 +59,17 @@ __all__ = [
     "is_registered_node",
     "keeps_graph",
     "local_of",
+    "norm_of_many",
+    "put_before_norm_of_many",
     "pytree",
     "storage_key",
     "traced_stack",
     "wait_by",
     "without_guards",
 ]
+
+_BEHIND = "_autopar_behind"
+"""Attribute of a function put before one of torch's: that one."""
 
 
 def dynamo_settings(**wanted: Any) -> Any:
@@ -150,6 +156,26 @@ def allow_plain_beside_dtensor() -> None:
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._allow_implicit_replication = True
+
+
+def norm_of_many() -> Callable[..., Any]:
+    """Return torch's own function for the norm of many tensors, whatever was put before it."""
+    found: Callable[..., Any] = clip_grad._get_total_norm
+    return getattr(found, _BEHIND, found)
+
+
+def put_before_norm_of_many(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let `torch.nn.utils` take the norm of many tensors by `make(torch's own function)` from now on; once is enough.
+
+    `clip_grad_norm_` looks the function up at every call, wherever it was imported; `get_total_norm` is that function,
+    so that a name bound to it before remains torch's own.
+    """
+    own = norm_of_many()
+    if clip_grad._get_total_norm is own:
+        made = make(own)
+        setattr(made, _BEHIND, own)
+        setattr(clip_grad, "_get_total_norm", made)  # noqa: B010
+        setattr(torch.nn.utils, "get_total_norm", made)  # noqa: B010
 
 
 def gloo_with_threads(store: Any, rank: int, size: int, timeout: timedelta, *, threads: int) -> Any:

@@ -29,6 +29,7 @@ from autopar.progress import Progress, Silent
 from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
+from autopar.runtime.clipping import see_all_stages
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.module import copy_tree
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -192,7 +193,9 @@ class Job:
             pipeline=pipeline,
             profiler=profiler,
         )
-        return compiled(self.model, runner, init_fn=self.init_fn, names=names)
+        made = compiled(self.model, runner, init_fn=self.init_fn, names=names)
+        see_all_stages(made)
+        return made
 
     def _names_here(self, pipeline: PipelineRanks, training: bool, captured: Captured | None) -> Collection[str]:
         """Return the parameters and buffers of this rank's stages, whose program is made for that and kept.
@@ -374,6 +377,7 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
         job.model = plain_copy(self, kind)
         built = job.build(job.capture(_as_example(args, kwargs), training=self.training))
         take_over(self, built)
+        see_all_stages(self)
         self.__class__ = built.__class__
         return self(*args, **kwargs)
 

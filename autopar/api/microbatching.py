@@ -42,6 +42,8 @@ def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy
         mine = along[graph.representative(op.name)]
         if mine.inner and not op.target.startswith(_COUNTED_FIRST):
             raise _needs_all(op)
+        if mine.inner and any(ref.op not in counted for ref in op.refs[1:]):
+            raise _counts_what_is_made(op)
         for slot, ref in enumerate(op.refs):
             source = along[graph.representative(ref.op)]
             if _crosses(graph, op, slot, mine, source, counted):
@@ -77,10 +79,12 @@ def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, 
 
 @once_per_graph
 def _of_inputs_alone(graph: Graph) -> frozenset[str]:
-    """Return the operators that depend on inputs and constants only."""
+    """Return the operators that depend on inputs, constants and buffers only."""
     found: set[str] = set()
     for op in graph.ops:
-        if op.kind in {"input", "constant"} or (op.kind == "call" and all(ref.op in found for ref in op.refs)):
+        if op.kind in {"input", "constant", "buffer"} or (
+            op.kind == "call" and all(ref.op in found for ref in op.refs)
+        ):
             found.add(op.name)
     return frozenset(found)
 
@@ -89,6 +93,14 @@ def _updated_by_all(buffer: str, op: Op) -> InfeasibleError:
     return InfeasibleError(
         f"the batch cannot be cut into micro-batches: the new value of buffer {buffer} comes of all samples of a step "
         f"({op.where}); leave microbatch and pp out, or update it outside forward"
+    )
+
+
+def _counts_what_is_made(op: Op) -> InfeasibleError:
+    return InfeasibleError(
+        f"the batch cannot be cut into micro-batches: {op.where} is the mean over targets that the model makes itself, "
+        "and how many count is known only after all samples; pass the targets into the model, sum the loss "
+        '(reduction="sum") and divide it by a number, or leave microbatch and pp out'
     )
 
 

@@ -208,7 +208,7 @@ def pipeline_spans(timeline: Timeline) -> tuple[Span, ...]:
     """Return what every rank of a pipeline does."""
     return tuple(
         Span(
-            name=event.action.words if event.stream == COMPUTE else f"send {event.action.words}",
+            name=event.action.words,
             stream=event.stream,
             start_s=event.start_s,
             end_s=event.end_s,

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from autopar.api.crossings import Crossings
 from autopar.costs.issued import Issued
-from autopar.costs.links import Message
 from autopar.costs.liveness import Life, base_of, gradients_of, lives, lives_of_step, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Outcome
@@ -23,11 +23,9 @@ from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
 from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, pipeline_costs
-from autopar.search.stages import Boundary, Unit
+from autopar.search.stages import Unit
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
-from cost_models.collectives import collective_s, host_s
-from cost_models.topology import Hop, axis_hops
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,9 @@ class Pipelined:
 
     optimizer_s: float
     """Of these, what the slowest optimizer takes."""
+
+    communication_s: tuple[float, ...]
+    """Of each pipeline rank in a step: what shows of its stages' collectives, a part of what their actions take."""
 
     rank_bytes: tuple[int, ...]
     static: Memory
@@ -105,7 +106,7 @@ class Pipelined:
     def estimates(self, whole: Estimates) -> Estimates:
         """Return the estimates of the pipeline, given those of all stages one after another on one stage's mesh."""
         ranks = self.timeline.ranks
-        slowest = max(ranks, key=lambda each: each.compute_s)
+        slowest, shown = max(zip(ranks, self.communication_s, strict=True), key=lambda each: each[0].compute_s)
         bubble = slowest.bubble_s
         # The optimizer that takes longest may be that of a rank which is done earlier.
         rest = max(0.0, self.step_s - slowest.compute_s - bubble)
@@ -119,8 +120,8 @@ class Pipelined:
             memory=self.static,
             breakdown=replace(
                 whole.breakdown,
-                compute_s=slowest.compute_s,
-                exposed_communication_s=rest - optimizer,
+                compute_s=slowest.compute_s - shown,
+                exposed_communication_s=rest - optimizer + shown,
                 bubble_s=bubble,
                 optimizer_s=optimizer,
             ),
@@ -167,11 +168,11 @@ def pipelined(
     for wanted in ways:
         schedule = wanted.schedule_for(outcome.microbatches)
         if len(found) < schedule.stages:
-            raise blocks.too_many_stages(schedule.stages, found)
+            raise blocks.too_many_stages(schedule.stages, found, wanted.interleave)
         if wanted.even:
             tried.append(priced.judged(Cut(even_cut(len(found), schedule.stages), 0.0, ()), wanted, schedule, reserved))
             continue
-        cuts = find_cuts(priced.units, priced.boundaries, schedule, budget_bytes=budget_bytes - reserved)
+        cuts = find_cuts(priced.units, priced.crossings.boundaries, schedule, budget_bytes=budget_bytes - reserved)
         if isinstance(cuts, NoCut):
             without.append(NoCut(cuts.least_bytes + reserved, cuts.bound_bytes + reserved))
         else:
@@ -203,6 +204,7 @@ class _Blocks:
     def __post_init__(self) -> None:
         self.graph = self.outcome.graph
         self.of = blocks.stage_of(self.graph, [[path] for path in self.paths])
+        self.crossings = Crossings(self.outcome, self.depth, self.of, len(self.paths))
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -247,6 +249,15 @@ class _Blocks:
             )
             for at in range(count)
         ]
+
+    @cached_property
+    def _shown_s(self) -> list[float]:
+        """Return, of each block, what shows of the collectives of one micro-batch; its seconds have them too."""
+        found = [0.0] * len(self.paths)
+        for issued in self.outcome.messages():
+            if not self._is_once(issued):
+                found[self.of[issued.at]] += self.outcome.links.message_s(issued.message) - self._hidden_s(issued)
+        return found
 
     def _hidden_s(self, issued: Issued) -> float:
         """Return the part of a collective that computation runs behind, as the costs of the whole program have it."""
@@ -364,64 +375,6 @@ class _Blocks:
         return self.graph.by_name[life.op].phase == "forward" and last is not None and last.phase == "backward"
 
     @cached_property
-    def boundaries(self) -> list[Boundary]:
-        """Return what crosses between neighbouring blocks: values of forward that come from parameters."""
-        graph, sizes = self.graph, self.outcome.links.sizes
-        ranks = sizes[self.outcome.links.time_axes :]
-        hops = axis_hops(self.outcome.links.cluster.levels, (self.depth, *ranks), 0)
-        base = base_of(graph)
-        trained: set[str] = set()
-        alive = [0.0] * (len(self.paths) - 1)
-        last: dict[tuple[str, int], int] = {}
-        for op in graph.ops:
-            if op.phase != "forward":
-                continue
-            if op.kind == "parameter" or any(ref.op in trained for ref in op.refs):
-                trained.add(op.name)
-            for ref in op.refs:
-                key = base[ref.op, ref.index]
-                last[key] = max(last.get(key, 0), self.of[op.name])
-        for (name, index), end in last.items():
-            op = graph.by_name[name]
-            meta = op.outputs[index]
-            if op.kind != "call" or name not in trained or meta is None:
-                continue
-            layout = self.outcome.strategy(graph.representative(name)).outputs[index]
-            for at in range(self.of[name], end):
-                alive[at] += local_bytes(meta, layout, sizes)
-        found = []
-        for held in alive:
-            called_s, handled_s = self._handled_s(round(held), hops)
-            moved_s = max(0.0, self._moved_s(round(held), hops) - called_s)
-            found.append(
-                Boundary(forward_s=moved_s, backward_s=moved_s, host_s=called_s + handled_s, value_bytes=round(held))
-            )
-        return found
-
-    def _moved_s(self, nbytes: int, hops: Sequence[Hop]) -> float:
-        """Return the seconds of handing a value on.
-
-        Frameworks without sequence parallelism send a part from each tensor-parallel rank, which the receivers gather
-        (Narayanan et al. 2021, section 4.1; DeepSpeed's partitioned pipeline tensors).
-        """
-        links, axis = self.outcome.links, self.outcome.links.whole_axis
-        if not nbytes:
-            return 0.0
-        if axis < 0:
-            return float(collective_s("point_to_point", nbytes, hops))
-        sent_s = float(collective_s("point_to_point", nbytes // links.sizes[axis], hops))
-        return sent_s + links.message_s(Message("all_gather", axis, nbytes))
-
-    def _handled_s(self, nbytes: int, hops: Sequence[Hop]) -> tuple[float, float]:
-        """Return what a computing CPU core spends on the call and on the bytes of a message, sent or received.
-
-        What `host_s` says of bytes is for each that is sent and another that is received.
-        """
-        if not nbytes or self.outcome.links.cluster.device.kind != "cpu":
-            return 0.0, 0.0
-        return max((hop.call_s for hop in hops), default=0.0), host_s("point_to_point", nbytes, hops) / 2
-
-    @cached_property
     def _ends(self) -> _Ends:
         """Return, of each block, what its rank does once a step."""
         found = _Ends(*([0.0] * len(self.paths) for _ in _Ends._fields))
@@ -457,7 +410,7 @@ class _Blocks:
 
     def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
         """Return a cut with its simulated timeline."""
-        costs = pipeline_costs(self.units, self.boundaries, schedule, cut.first_units)
+        costs = pipeline_costs(self.units, self.crossings.of_cut(cut, schedule), schedule, cut.first_units)
         timeline = simulate(schedule, costs)
         stops = (*cut.first_units[1:], len(self.paths))
         runs = [range(first, stop) for first, stop in zip(cut.first_units, stops, strict=True)]
@@ -481,6 +434,9 @@ class _Blocks:
             timeline=timeline,
             finish_s=finish,
             optimizer_s=max(spent),
+            communication_s=tuple(
+                schedule.microbatches * sum(self._shown_s[at] for at in mine[rank]) for rank in range(schedule.ranks)
+            ),
             rank_bytes=peaks,
             static=Memory(
                 parameters=parts[0], gradients=parts[1], optimizer=parts[2],

@@ -21,7 +21,7 @@ from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, Warned, Workload
-from autopar.ir.stages import stage_of, units
+from autopar.ir.stages import stage_of, too_many_stages, units
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.ilp import Limits, Solution, smallest_peak
@@ -184,7 +184,12 @@ class Planner:
         return [each for each in whole if each.recompute == first], [*later, *others], hopeless
 
     def _meshes(self, wishes: Wishes) -> dict[int, list[Candidate]]:
-        """Return the meshes of one stage, by the number of pipeline ranks."""
+        """Return the meshes of one stage, by the number of pipeline ranks.
+
+        Raises:
+            InfeasibleError: no mesh has the degrees that are asked for, or too few blocks are there for the stages.
+            UsageError: the cluster has no one kind of device.
+        """
         try:
             per_node, devices = self.cluster.devices_per_node, self.cluster.device_count
             _ = self.cluster.device
@@ -192,6 +197,7 @@ class Planner:
             raise UsageError(str(error)) from None
         if wishes.depth is not None:
             tried = [wishes.depth]
+            self._require_blocks(wishes.depth, wishes)
         else:
             blocks = len(units(self.program.graph)) // (wishes.interleave or 1)
             tried = [each for each in depths(devices, blocks) if each > 1 or wishes.schedule_is_open]
@@ -204,6 +210,18 @@ class Planner:
             fixed = {**wishes.fixed, "pp": wishes.depth} if wishes.depth not in {None, 1} else wishes.fixed
             raise infeasible.degrees(fixed, wishes.forbidden, devices)
         return found
+
+    def _require_blocks(self, depth: int, wishes: Wishes) -> None:
+        """Raise where stages that are asked for are more than there are blocks.
+
+        Raises:
+            InfeasibleError: they are.
+        """
+        if depth == 1:
+            return
+        interleave, found = wishes.wanted(depth).interleave, units(self.program.graph)
+        if len(found) < depth * interleave:
+            raise too_many_stages(depth * interleave, found, interleave)
 
     def _without_time(self, outer: Outer, trials: Sequence[Trial], wishes: Wishes) -> Solved | None:
         """Return data parallelism, a small search, if the whole one ran out of time; `None` if it did not.

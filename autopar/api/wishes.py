@@ -59,13 +59,13 @@ class Wishes:
 
     def wanted(self, depth: int) -> Wanted:
         """Return the pipeline of so many ranks: as wished, else 1F1B with one stage a rank."""
-        schedule = self.schedule or ("interleaved_1f1b" if self.interleave else "1f1b")
+        schedule = self.schedule or ("interleaved_1f1b" if (self.interleave or 1) > 1 else "1f1b")
         return Wanted(depth, schedule, self.interleave or named(schedule).interleave or 2)
 
     @property
     def schedule_is_open(self) -> bool:
-        """Return whether the search may choose the schedule."""
-        return self.schedule is None and self.interleave is None
+        """Return whether the search may choose the schedule, if perhaps only of those with one stage a rank."""
+        return self.schedule is None and (self.interleave or 1) == 1
 
     @property
     def gathers(self) -> frozenset[Gather]:
@@ -149,12 +149,12 @@ def read_wishes(options: PlanOptions) -> Wishes:
         microbatch=int(fix["microbatch"]) if "microbatch" in fix else None,
         depth=_depth(fix, options.forbid),
         schedule=str(fix["schedule"]) if fix.get("schedule", "none") != "none" else None,
-        interleave=int(fix["interleave"]) if int(fix.get("interleave", 1)) > 1 else None,
-        never=options.forbid,
+        interleave=int(fix["interleave"]) if "interleave" in fix else None,
+        never=(*options.forbid, "interleave") if fix.get("interleave") == 1 else options.forbid,
         sequence_parallel=False if "sequence_parallel" in options.forbid else _switch(fix.get("sequence_parallel")),
     )
-    if found.depth is not None and found.depth > 1:
-        found.wanted(found.depth).schedule_for(found.depth)  # what is wrong with the numbers is said now
+    if found.depth != 1:
+        found.wanted(found.depth or 2).schedule_for(2)  # what is wrong with the numbers is said now
     return found
 
 

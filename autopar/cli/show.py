@@ -64,8 +64,6 @@ def _writer(name: str) -> Callable[[Plan], str]:
         return plan_trace
     if name == "table":
         return _table
-    if name == "trace":
-        return _trace
     return {"json": to_json, "dot": pictures.dot, "mermaid": pictures.mermaid}[name]
 
 
@@ -74,13 +72,3 @@ def _table(plan: Plan) -> str:
     from autopar.simulate.planned import planned_timeline
 
     return table_text(plan, timeline=planned_timeline(plan))
-
-
-def _trace(plan: Plan) -> str:
-    from autopar.report.pipeline_trace import pipeline_trace
-    from autopar.simulate.planned import planned_timeline
-
-    timeline = planned_timeline(plan)
-    if timeline is None:
-        raise UsageError("--format trace: the plan has no pipeline stages, and only their timeline can be drawn")
-    return pipeline_trace(timeline)

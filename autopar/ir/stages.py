@@ -71,13 +71,15 @@ def stage_of(graph: Graph, blocks: Sequence[Sequence[str]]) -> Mapping[str, int]
     return found
 
 
-def too_many_stages(stages: int, found: Sequence[Unit]) -> InfeasibleError:
-    """Return the error about a cut into more stages than the model has blocks."""
+def too_many_stages(stages: int, found: Sequence[Unit], interleave: int = 1) -> InfeasibleError:
+    """Return the error about a cut into more stages than the model has blocks; each rank has `interleave` of them."""
     names = [unit.path or "the model itself" for unit in found]
     shown = ", ".join(names if len(names) <= 4 else [names[0], names[1], "...", names[-1]])
+    each = f" ({stages // interleave} ranks of {interleave})" if interleave > 1 else ""
+    most = f"--fix pp={len(found)}" if interleave == 1 else f"{len(found)} (pp x interleave)"
     return InfeasibleError(
-        f"{stages} pipeline stages, and the model has {len(found)} blocks to cut between ({shown}); "
-        f"use at most --fix pp={len(found)}, or put the layers into a torch.nn.ModuleList"
+        f"{stages} pipeline stages{each}, and the model has {len(found)} blocks to cut between ({shown}); "
+        f"use at most {most}, or put the layers into a torch.nn.ModuleList"
     )
 
 

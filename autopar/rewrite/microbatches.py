@@ -2,7 +2,8 @@
 
 Localising along the axis in time leaves marks (`over_microbatches`) where a value of the whole batch is read. Some are
 results: each micro-batch gives its term, and who runs the program adds them up. Others count inputs (the tokens that
-a loss is the mean of): these are computed from all micro-batches' inputs before the first one runs.
+a loss is the mean of, each by the weight of its class): these are computed from all micro-batches' inputs before the
+first one runs.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _is_result(node: fx.Node) -> bool:
 
 
 def _is_given(node: fx.Node, graph: Graph) -> bool:
-    return graph.by_name[node.name].kind in {"input", "constant"}
+    return graph.by_name[node.name].kind in {"input", "constant", "buffer"}
 
 
 def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:

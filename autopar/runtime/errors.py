@@ -29,10 +29,11 @@ class CollectiveError(AutoparError):
     exit_code = 5
 
 
-def collective_failed(name: str, rank: int, why: str) -> CollectiveError:
-    """Return the error for a collective that the backend gave up."""
+def collective_failed(name: str, rank: int, why: str, others: Sequence[int] = ()) -> CollectiveError:
+    """Return the error for a collective that the backend gave up; `others` are the ranks it is done with."""
+    beside = f" with {'' if len(others) == 1 else 'one of '}{_ranks(len(others))} {_list(others)}" if others else ""
     return CollectiveError(
-        f"rank {rank}: the collective {name!r} failed: {_first_line(why)}\n"
+        f"rank {rank}: the collective {name!r}{beside} failed: {_first_line(why)}\n"
         "a rank of its group stopped, or came too late; every rank that waits for it stops too. Look at the rank that "
         "failed first; if all are alive and merely slow, give init_process_group a longer timeout"
     )
@@ -161,6 +162,15 @@ def no_single_loss(found: Sequence[str]) -> UsageError:
     return UsageError(
         f"several micro-batches need a model that returns its loss, one scalar, because their backward runs inside "
         f"forward; {given}. Compute the loss inside forward, or plan with --fix microbatch=BATCH and --fix pp=1"
+    )
+
+
+def some_gradients_of_stages(given: int, held: int) -> UsageError:
+    """Return the error for a norm over some of the gradients that a rank of a pipeline has."""
+    return UsageError(
+        f"the norm of {given} of this rank's {held} gradients was asked for, and a rank that holds only some pipeline "
+        "stages cannot tell which gradients of the others belong to it; take the norm over all of the model's "
+        "parameters, or call autopar.clip_grad_norm_(model, max_norm, parameters=THESE) on all ranks"
     )
 
 

@@ -19,6 +19,7 @@ from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Event
 from autopar.runtime import stop_notes
 from autopar.runtime.errors import (
+    CollectiveError,
     PeerLostError,
     batch_not_divisible,
     constant_on_meta,
@@ -31,7 +32,8 @@ from autopar.runtime.errors import (
 )
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.expected import Expected
-from autopar.runtime.gloo import by_messages
+from autopar.runtime.failures import told
+from autopar.runtime.gloo import backend_name, by_messages
 from autopar.runtime.parameters import slots
 from autopar.runtime.pipeline_outputs import Outputs
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -61,6 +63,7 @@ class StagedBound:
         self._pipeline = pipeline
         self._backend = backend
         self._stopped = ""
+        self._programs: list[Callable[..., Any]] = []
         self.events: Sequence[Event] = ()
         """When this rank computed what in its last step, as the host saw it; `time.perf_counter` is its clock."""
         pipeline.ranks.agree("pipeline's schedule and transfers", _digest(program))
@@ -77,9 +80,9 @@ class StagedBound:
 
     def _compiled(self, gm: fx.GraphModule, taken: Mapping[int, Take] | None = None) -> Callable[..., Any]:
         own = by_messages(gm) if self._pipeline.ranks.device.type == "cpu" else gm
-        if not taken:
-            return self._backend(own, self._pipeline.groups.names, boxed=True)
-        return self._backend(own, self._pipeline.groups.names, boxed=True, taken=taken)
+        more = {"taken": taken} if taken else {}
+        self._programs.append(self._backend(own, self._pipeline.groups.names, boxed=True, **more))
+        return self._programs[-1]
 
     def _way(self, schedule: PipelineSchedule, *, backward: bool) -> Way:
         staged, device = self.program.staged, self._pipeline.ranks.device
@@ -231,16 +234,27 @@ class StagedBound:
     def _failed(self, step: Step, error: Exception) -> Exception:
         """Return what to raise after an error in this rank's own program, which the others are told of."""
         ranks, stages = self._pipeline.ranks, sorted(self._ways[False].stages)
+        named = self._collective(error)
         note = stop_notes.read(self._pipeline.name) if self._pipeline.depth > 1 else ""
         if note and isinstance(error, RuntimeError):
             # A collective of the stage failed because its peer had.
             self._stopped = note
             return peer_failed(f"{type(error).__name__}: {error}", note)
+        error = named or error
         self._stopped = f"{type(error).__name__}: {error}"
         if self._pipeline.depth > 1:
             action = None if step.action is None else step.action.words
             stop_notes.leave(self._pipeline.name, own_failure(ranks.rank, stages, action, self._stopped))
         return error
+
+    def _collective(self, error: Exception) -> CollectiveError | None:
+        """Return the error that names the collective of a stage's program in which a step failed; `None` elsewhere."""
+        if not isinstance(error, RuntimeError):
+            return None
+        ranks, names = self._pipeline.ranks, self._pipeline.groups.names
+        backend = backend_name(ranks.device.type)
+        tried = (told(error, program, ranks.rank, backend, names) for program in self._programs)
+        return next((found for found in tried if found is not None), None)
 
     def non_differentiable(self, outputs: Sequence[Any]) -> list[Any]:
         """Return the outputs that stay out of autograd's graph; a gradient into others beside the loss is an error."""

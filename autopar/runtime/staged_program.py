@@ -201,12 +201,10 @@ def names_on_rank(
     """
     targets = {each.name: each.target for each in placeholders if each.kind in ("parameter", "buffer")}
     first = {targets[name]: stage for name, stage in staged.stage_of.items() if name in targets}
-    taken = {
-        targets[name]
-        for stage in staged.stages.values()
-        for name in (*_starts(stage), *stage.begin_takes)
-        if name in targets
-    }
+    read = {name for stage in staged.stages.values() for name in (*_starts(stage), *stage.begin_takes)}
+    if staged.totals is not None and not read.isdisjoint(staged.total_names):
+        read |= {str(node.target) for node in staged.totals.graph.find_nodes(op="placeholder")}
+    taken = {targets[name] for name in read if name in targets}
     tied: dict[int, list[str]] = {}
     for slot in slots(model):
         tied.setdefault(id(slot.value), []).append(slot.name)

@@ -190,7 +190,7 @@ class Bound:
         try:
             return program(*arguments)
         except RuntimeError as error:
-            named = told(error, program, self._groups.rank, self._backend_name)
+            named = told(error, program, self._groups.rank, self._backend_name, self._groups.names)
             if named is None:
                 raise
             raise named from error

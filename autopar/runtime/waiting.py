@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import local_of
 from autopar.runtime.errors import uninitialised
-from autopar.runtime.module import copy_tree
+from autopar.runtime.module import copy_tree, runner_of
 from autopar.runtime.parameters import slots
 from autopar.runtime.ranks import Ranks
 
@@ -54,7 +54,13 @@ def plain_copy(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 
 def take_over(waiting: nn.Module, built: nn.Module) -> None:
-    """Give a waiting module the contents of the built one, its own parameter objects included."""
+    """Give a waiting module the contents of the built one, its own parameter objects included.
+
+    Where each stage of a pipeline is one rank, parameters are plain; a DTensor takes over what such a one holds as what
+    it is to that rank alone.
+    """
+    runner = runner_of(built)
+    pipeline = None if runner is None else runner.pipeline
     mine = {slot.name: slot.value for slot in slots(waiting) if isinstance(slot.value, DTensor)}
     swapped: set[int] = set()
     for slot in list(slots(built)):
@@ -62,7 +68,13 @@ def take_over(waiting: nn.Module, built: nn.Module) -> None:
         if old is None:
             continue
         if id(old) not in swapped:
-            torch.utils.swap_tensors(old, slot.value)  # type: ignore[no-untyped-call]
+            new = slot.value
+            if pipeline is not None and not isinstance(new, DTensor):
+                alone = DTensor.from_local(
+                    new.detach(), pipeline.meshes[pipeline.index], [Replicate()], run_check=False
+                )
+                new = nn.Parameter(alone, requires_grad=new.requires_grad)
+            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
             swapped.add(id(old))
         slot.table[slot.key] = old
     waiting.__dict__.update(built.__dict__)

@@ -13,11 +13,15 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.api.pipelining import Wanted
 from autopar.api.staging import Budget, staged_program
+from autopar.api.wishes import read_wishes
 from autopar.capture import capture
 from autopar.errors import AutoparError, InfeasibleError, ScheduleError, UsageError
 from autopar.ir.plan_json import from_json, to_json
+from autopar.options import PlanOptions
 from benchmarks import unet
+from cost_models.cluster import ClusterSpec
 from tests.rewrite.test_microbatches import models
 from tests.support.ranks import RankPool
 from tests.support.training import Trained, call, loss_of, train, whole
@@ -162,6 +166,43 @@ def test_a_plan_says_its_stages_and_survives_the_file():
     assert from_json(to_json(plan)) == plan
 
 
+def test_messages_are_priced_on_the_link_between_their_stages():
+    model, batch = layers()
+    links, nic = ({"bandwidth": speed, "latency": "1us"} for speed in ("10GB/s", "1MB/s"))
+    cluster = ClusterSpec.from_dict({
+        "version": 1,
+        "name": "two-by-two",
+        "devices": {"core": {"preset": "cpu"}},
+        "nodes": {"host": {"device": "core", "count": 2, "links": links, "nic": nic}},
+        "groups": [{"node": "host", "count": 2}],
+    })  # fmt: skip
+
+    plan = autopar.plan(model, cluster, example_inputs=batch, fix={"pp": 4, "schedule": "gpipe", "microbatch": 3})
+
+    inside, across, again = [each.send_forward_s for each in plan.estimates.per_stage[:3]]
+    assert again == inside
+    assert across == pytest.approx(2 * 3 * 6 * 8 * 4 / 1e6, rel=0.2)  # two values of 3 samples, 6 tokens, 8 numbers
+    assert inside < across / 100
+
+
+def test_collectives_inside_stages_are_communication_and_no_computation():
+    model, batch = layers()
+
+    whole, split = (
+        autopar.plan(model, "cpu:4", example_inputs=batch, fix={"microbatch": 4, **fix})
+        for fix in ({"pp": 4}, {"pp": 2, "tp": 2})
+    )
+
+    inside = [
+        max(stage.step_time_s for stage in each.estimates.per_stage) - each.estimates.breakdown.compute_s
+        for each in (whole, split)
+    ]
+    assert inside[0] == pytest.approx(0.0, abs=1e-12)
+    of_stages = sum(each.predicted_s for each in split.decisions.collectives if each.axis == "tp")
+    assert 0.2 * of_stages < inside[1] < of_stages
+    assert split.estimates.breakdown.exposed_communication_s > inside[1]
+
+
 def test_zero_bubble_is_predicted_faster_than_1f1b_in_memory_of_the_same_order():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)), nn.Linear(4096, 1))
@@ -238,28 +279,6 @@ def test_a_rank_that_stops_in_mid_step_is_named_by_the_others(how: str, text: st
 
     assert not first.error, first.trace
     assert first.value.startswith(text)
-
-
-def clip(_rank: int, fix: dict[str, Any], norm_type: float) -> tuple[float, float, float]:
-    """Return the norm before clipping, that of the model itself, and the largest error of a clipped gradient."""
-    reference, batch = layers()
-    mine = autopar.compile(copy.deepcopy(reference), "cpu:2", example_inputs=batch, fix=fix)
-    for each in (reference, mine):
-        loss_of(call(each, batch)).backward()
-    want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
-    got = autopar.clip_grad_norm_(mine, 0.1, norm_type)
-    wanted = dict(reference.named_parameters())
-    errors = [(whole(p.grad) - wanted[name].grad).abs().max().item() for name, p in mine.named_parameters()]
-    return got.item(), want.item(), max(errors)
-
-
-@pytest.mark.parametrize(
-    ("fix", "norm_type"), [({"pp": 2, "microbatch": 3}, 2.0), ({"pp": 2}, float("inf")), ({"tp": 2}, 2.0)], ids=str
-)
-def test_clipping_sees_the_norm_of_the_whole_model(pool: RankPool, fix: dict[str, Any], norm_type: float):
-    for got, want, error in pool.values(clip, fix, norm_type):
-        assert got == pytest.approx(want, rel=1e-4)
-        assert error < 1e-6
 
 
 def overflow(rank: int) -> tuple[bool, float]:
@@ -360,14 +379,24 @@ def test_stages_of_several_ranks_equal_the_models_own(four: RankPool, fix: dict[
         ({"pp": 2, "microbatch": 5}, UsageError, "does not divide into micro-batches of 5"),
         ({"pp": 3}, InfeasibleError, "do not divide the cluster's 8 devices"),
         ({"schedule": "gpipe", "pp": 1}, UsageError, "needs pipeline stages: add --fix pp=N"),
+        ({"pp": 2, "interleave": 3}, InfeasibleError, r"6 pipeline stages \(2 ranks of 3\), .* at most 4 \(pp x inter"),
+        ({"schedule": "zbv", "interleave": 1}, UsageError, "'zbv' has 2 stages a rank, not 1: use --fix interleave=2"),
     ],
-    ids=["stages", "micro-batch", "degree", "schedule"],
+    ids=["stages", "micro-batch", "degree", "schedule", "stages a rank", "interleave"],
 )
 def test_impossible_pipelines_say_why(fix: dict[str, Any], kind: type[Exception], text: str):
     model, batch = layers()
 
     with pytest.raises(kind, match=text):
         autopar.plan(model, "cpu:8", example_inputs=batch, fix=fix)
+
+
+def test_one_stage_a_rank_rules_out_schedules_with_several_and_no_others():
+    wishes = read_wishes(PlanOptions.parse(fix={"interleave": 1}))
+
+    assert wishes.schedule_is_open
+    assert wishes.wanted(4) == Wanted(4, "1f1b", 1)
+    assert "interleave" in wishes.never
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from autopar.api.overlapping import pipeline_spans
 from autopar.ir.pipeline import StageCost, equal_stages
 from autopar.ir.timeline import Timeline
-from autopar.report.pipeline_trace import pipeline_trace
 from autopar.report.schedule_picture import schedule_picture
+from autopar.report.trace import trace
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
 
@@ -54,29 +55,23 @@ def test_where_nothing_takes_time_the_picture_says_so():
     assert picture == "nothing takes any time\n"
 
 
-def test_the_trace_has_every_action_with_its_microseconds():
-    trace = json.loads(pipeline_trace(timeline("1f1b", 2, 2, transfer_s=0.001)))["traceEvents"]
+def test_the_trace_has_every_action_of_every_rank_with_its_microseconds():
+    drawn = json.loads(trace(pipeline_spans(timeline("1f1b", 2, 2, transfer_s=0.001))))["traceEvents"]
 
-    spans = {each["name"]: each for each in trace if each["ph"] == "X"}
-    assert set(spans) == {
-        "0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1", "0SEND_F0", "0SEND_F1", "1SEND_B0", "1SEND_B1",
-    }  # fmt: skip
-    assert (spans["1F0"]["pid"], spans["1F0"]["tid"]) == (1, 0)
-    assert spans["1F0"]["ts"] == pytest.approx(11_000)
-    assert spans["1F0"]["dur"] == pytest.approx(10_000)
-    assert spans["0SEND_F0"]["tid"] == 1
-    assert spans["0SEND_F0"]["args"] == {
-        "what": "send of the activation of stage 0, micro-batch 0", "stage": 0, "microbatch": 0,
-    }  # fmt: skip
-
-
-def test_the_trace_names_ranks_and_streams_and_counts_memory():
-    trace = json.loads(pipeline_trace(timeline("gpipe", 2, 2)))["traceEvents"]
-
-    names = {(each["pid"], each.get("tid")): each["args"]["name"] for each in trace if each["ph"] == "M"}
-    counters = [each["args"]["bytes"] for each in trace if each["ph"] == "C" and each["pid"] == 0]
-    assert names == {
+    tracks = {(each["pid"], each.get("tid")): each["args"]["name"] for each in drawn if each["ph"] == "M"}
+    assert tracks == {
         (0, None): "rank 0", (0, 0): "compute", (0, 1): "to 1",
         (1, None): "rank 1", (1, 0): "compute", (1, 1): "to 0",
     }  # fmt: skip
-    assert counters == [0, 100, 200, 100, 0]
+    spans = {(each["pid"], each["name"]): each for each in drawn if each["ph"] == "X"}
+    assert set(spans) == {
+        *((rank, f"{kind} of stage {rank}, micro-batch {m}") for rank in (0, 1) for kind in _KINDS for m in (0, 1)),
+        *((0, f"send of the activation of stage 0, micro-batch {m}") for m in (0, 1)),
+        *((1, f"send of the gradient of stage 1, micro-batch {m}") for m in (0, 1)),
+    }
+    first = spans[1, "forward of stage 1, micro-batch 0"]
+    assert (first["tid"], first["ts"], first["dur"]) == (0, pytest.approx(11_000), pytest.approx(10_000))
+    assert spans[0, "send of the activation of stage 0, micro-batch 0"]["tid"] == 1
+
+
+_KINDS = ("forward", "backward")

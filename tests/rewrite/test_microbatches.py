@@ -22,13 +22,14 @@ IGNORED = -100
 
 
 class Weighted(nn.Module):
-    """A loss of two terms with normalisers of their own, one of them beside the data; some tokens are ignored."""
+    """A loss of two terms with normalisers of their own: tokens that are not ignored, and weights of classes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(6, 6)
         self.head = nn.Linear(6, 5)
         self.first = nn.Parameter(torch.ones(1, 1, 6))
+        self.register_buffer("weights", torch.tensor([1.0, 3.0, 0.5, 2.0, 1.0]))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits and loss."""
@@ -37,7 +38,8 @@ class Weighted(nn.Module):
         logits = self.head(hidden)
         last = hidden[:, 0]
         tokens = functional.cross_entropy(logits[:, 1:].flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        rest = functional.cross_entropy(self.head(last), kinds) + last.square().mean() + 0.1 * self.head.bias.sum()
+        kind = functional.cross_entropy(self.head(last), kinds, weight=self.weights)
+        rest = kind + last.square().mean() + 0.1 * self.head.bias.sum()
         return logits, 1 - sum([2 * tokens, rest])  # sum() begins with 0
 
 
@@ -168,6 +170,24 @@ def test_a_table_with_a_row_a_sample_is_refused(model: nn.Module):
 def test_rows_and_places_of_the_whole_batch_are_refused(how: str):
     with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
         programs(Ranked(how), (torch.randn(8, 4),), 2)
+
+
+class SelfTaught(nn.Module):
+    """Learns what it finds likely itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        made = self.linear(x)
+        return functional.cross_entropy(made, made.argmax(-1))
+
+
+def test_a_mean_over_targets_that_the_model_makes_is_refused_with_ways_out():
+    with pytest.raises(InfeasibleError, match="mean over targets that the model makes itself"):
+        programs(SelfTaught(), (torch.randn(8, 4),), 2)
 
 
 def test_a_loss_that_balances_experts_over_the_whole_batch_is_refused():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import fx
 
+import autopar
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.failures import told
 from tests.support.compiling import compile_with
@@ -39,7 +41,27 @@ def test_a_rank_that_dies_fails_the_others_in_a_collective_that_is_named(pool: R
     assert second.kind == "died"
     assert first.kind == "CollectiveError"
     assert "rank 0: the collective 'all_gather " in first.error
-    assert "@dp_shard backward' failed: " in first.error
+    assert "@dp_shard backward' with rank 1 failed: " in first.error
+
+
+def leave_in_a_stage(rank: int) -> None:
+    model, example = cases()["mlp"]
+    mine = autopar.compile(model, "cpu:2", example_inputs=example, fix={"tp": 2, "microbatch": 4})
+    mine(*example)
+    if rank == 1:
+        import os
+
+        (bound,) = mine.__dict__["_autopar"]._known[True, True]
+        bound._ways[True].stages[0].run = lambda *_: os._exit(1)
+    mine(*example)
+
+
+def test_a_rank_that_dies_in_a_stage_is_named_by_those_it_shares_the_stage_with(pool: RankPool):
+    first, second = pool.run(leave_in_a_stage, may_die=True)
+
+    assert second.kind == "died"
+    assert first.kind == "CollectiveError"
+    assert re.match(r"CollectiveError: rank 0: the collective '.* @tp .*' with rank 1 failed: ", first.error)
 
 
 def failing(error: Exception) -> None:

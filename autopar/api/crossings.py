@@ -1,0 +1,108 @@
+"""What crosses between the blocks of a program, and what it costs to send it from one pipeline rank to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import mul
+
+from autopar.costs.links import Message
+from autopar.costs.liveness import base_of, local_bytes
+from autopar.costs.outcome import Outcome
+from autopar.ir.schedule import PipelineSchedule
+from autopar.search.cuts import Cut
+from autopar.search.stages import Boundary
+from cost_models.collectives import collective_s, host_s
+from cost_models.topology import Hop, axis_hops
+
+
+@dataclass
+class Crossings:
+    """The values between neighbouring blocks of a program that is solved on one stage's mesh."""
+
+    outcome: Outcome
+    depth: int
+    block_of: Mapping[str, int]
+    """Of every operator."""
+
+    blocks: int
+
+    @cached_property
+    def boundaries(self) -> list[Boundary]:
+        """Return what crosses between neighbouring blocks, priced on the slowest link level that the pipeline crosses.
+
+        Which level a boundary uses depends on the cut that is searched for.
+        """
+        return [self._boundary(held, self._hops) for held in self._bytes]
+
+    def of_cut(self, cut: Cut, schedule: PipelineSchedule) -> list[Boundary]:
+        """Return the boundaries, those where stages of a cut end priced on the link level between the stages' ranks."""
+        found = list(self.boundaries)
+        inside = list(accumulate((hop.ranks for hop in self._hops), mul))
+        for stage, first in enumerate(cut.first_units[1:], start=1):
+            one, other = schedule.rank_of[stage - 1], schedule.rank_of[stage]
+            crossed = sum(one // ranks != other // ranks for ranks in inside)
+            found[first - 1] = self._boundary(self._bytes[first - 1], self._hops[: crossed + 1])
+        return found
+
+    @cached_property
+    def _hops(self) -> tuple[Hop, ...]:
+        """Return the link levels that the pipeline crosses, inner to outer."""
+        links = self.outcome.links
+        return axis_hops(links.cluster.levels, (self.depth, *links.sizes[links.time_axes :]), 0)
+
+    @cached_property
+    def _bytes(self) -> list[int]:
+        """Return what of one micro-batch is alive between neighbouring blocks: forward's values, from parameters."""
+        graph, sizes = self.outcome.graph, self.outcome.links.sizes
+        base = base_of(graph)
+        trained: set[str] = set()
+        alive = [0.0] * (self.blocks - 1)
+        last: dict[tuple[str, int], int] = {}
+        for op in graph.ops:
+            if op.phase != "forward":
+                continue
+            if op.kind == "parameter" or any(ref.op in trained for ref in op.refs):
+                trained.add(op.name)
+            for ref in op.refs:
+                key = base[ref.op, ref.index]
+                last[key] = max(last.get(key, 0), self.block_of[op.name])
+        for (name, index), end in last.items():
+            op = graph.by_name[name]
+            meta = op.outputs[index]
+            if op.kind != "call" or name not in trained or meta is None:
+                continue
+            layout = self.outcome.strategy(graph.representative(name)).outputs[index]
+            for at in range(self.block_of[name], end):
+                alive[at] += local_bytes(meta, layout, sizes)
+        return [round(held) for held in alive]
+
+    def _boundary(self, nbytes: int, hops: Sequence[Hop]) -> Boundary:
+        called_s, handled_s = self._handled_s(nbytes, hops)
+        moved_s = max(0.0, self._moved_s(nbytes, hops) - called_s)
+        return Boundary(forward_s=moved_s, backward_s=moved_s, host_s=called_s + handled_s, value_bytes=nbytes)
+
+    def _moved_s(self, nbytes: int, hops: Sequence[Hop]) -> float:
+        """Return the seconds of handing a value on.
+
+        Frameworks without sequence parallelism send a part from each tensor-parallel rank, which the receivers gather
+        (Narayanan et al. 2021, section 4.1; DeepSpeed's partitioned pipeline tensors).
+        """
+        links, axis = self.outcome.links, self.outcome.links.whole_axis
+        if not nbytes:
+            return 0.0
+        if axis < 0:
+            return float(collective_s("point_to_point", nbytes, hops))
+        sent_s = float(collective_s("point_to_point", nbytes // links.sizes[axis], hops))
+        return sent_s + links.message_s(Message("all_gather", axis, nbytes))
+
+    def _handled_s(self, nbytes: int, hops: Sequence[Hop]) -> tuple[float, float]:
+        """Return what a computing CPU core spends on the call and on the bytes of a message, sent or received.
+
+        What `host_s` says of bytes is for each that is sent and another that is received.
+        """
+        if not nbytes or self.outcome.links.cluster.device.kind != "cpu":
+            return 0.0, 0.0
+        return max((hop.call_s for hop in hops), default=0.0), host_s("point_to_point", nbytes, hops) / 2
