@@ -79,9 +79,10 @@ def find_cuts(
     """Return the cuts of `units`, in program order, with the shortest predicted steps within the budget of each rank.
 
     `schedule` gives ranks, stages a rank, micro-batches, the closed form (by its name) and what each rank holds (by its
-    actions). `blocking`: ranks compute nothing while they send, see `simulate`. With one stage a rank the first cut is
-    optimal for the closed form, else within `gap`; the others, up to `keep` in all, differ from it by some units, for
-    the simulator to decide among. Raises `UsageError` for a schedule without a closed form, or too few units.
+    actions). `blocking`: ranks compute nothing while they send, see `simulate`. With one stage a rank, or some ten
+    thousand cuts at most, the first is optimal for the closed form, else within `gap`; the others, up to `keep` in all,
+    differ from it by some units, for the simulator to decide among. Raises `UsageError` for a schedule without a closed
+    form, or too few units.
     """
     stages = Stages(units, boundaries, schedule, blocking=blocking)
     alone = stages.stages == stages.ranks

@@ -1,20 +1,23 @@
 """Cuts where a rank has several stages, so that no path over units knows what its other stages cost: with a bound.
 
-Relaxed are the two things that a rank's stages share. The largest of the ranks' keys is at least any mean of them with
-weights that sum to 1; bytes above the budget are priced instead of forbidden. What is left is a shortest path, exact,
-and so is each bound that it gives (Lagrangian relaxation; prices by subgradients with Polyak's steps). The cuts come
-from climbing: from the most even stages, and from the paths that the bound's prices lead to.
+Where cuts are few, all are scored. Else what a rank's stages share is relaxed. The largest of the ranks' keys is at
+least any mean of them with weights that sum to 1; bytes above the budget are priced instead of forbidden. What is left
+is a shortest path, exact, and so is each bound that it gives (Lagrangian relaxation; prices by subgradients with
+Polyak's steps). The cuts come from climbing: from the most even stages, and from the paths that the bound's prices lead
+to.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 
 import numpy as np
 
 from autopar.ir.table import Floats, Ints
-from autopar.search.neighbours import Goal, climb
-from autopar.search.stages import Stages
+from autopar.search.neighbours import Goal, climb, step
+from autopar.search.stages import Scores, Stages
 from autopar.search.threshold import Chain, least_largest, least_step, shortest
 
 _ROUNDS = 60
@@ -25,6 +28,9 @@ _PATIENCE = 5
 
 _CLIMBS = 3
 """Paths from which is climbed."""
+
+_FEW = 10_000
+"""Cuts that are scored one and all, within 0.1 s: those of 32 layers into four stages, of 16 into eight."""
 
 _CLOSE = 1e-9
 """Gap, relative, at which the search ends."""
@@ -46,6 +52,8 @@ def least_step_interleaved(stages: Stages, budget_bytes: float) -> Bounded:
     In truth the stages of a rank make up for one another in part only. In simulations the best cuts are those with a
     short mean of the predicted step and the paced one, see `Scores`.
     """
+    if comb(stages.units - 1, stages.stages - 1) <= _FEW:
+        return _least_of_all(stages, budget_bytes)
     search = _Search(stages, budget_bytes)
     even = search.even()
     search.offer(even)
@@ -60,6 +68,26 @@ def least_step_interleaved(stages: Stages, budget_bytes: float) -> Bounded:
     return Bounded((search.best, *fitting), min(search.bound_s, search.best_s))
 
 
+def _least_of_all(stages: Stages, budget_bytes: float) -> Bounded:
+    """Return the optimal cut, and the best by what else says that a cut is short."""
+    cuts = _all_cuts(stages)
+    scores = stages.score(cuts)
+    fits = np.flatnonzero(scores.rank_bytes.max(axis=1) <= budget_bytes)
+    if not len(fits):
+        return Bounded((), np.inf)
+    cuts, scores = cuts[fits], Scores(*(each[fits] for each in scores))
+    best = [int(np.lexsort((scores.imbalance, goal(scores)))[0]) for goal in (step, *_GOALS)]
+    return Bounded(tuple(cuts[each] for each in best), float(scores.step_s[best[0]]))
+
+
+def _all_cuts(stages: Stages) -> Ints:
+    """Return every cut, a row each."""
+    inner = list(combinations(range(1, stages.units), stages.stages - 1))
+    cuts = np.full((len(inner), stages.stages + 1), stages.units, dtype=np.int64)
+    cuts[:, 0], cuts[:, 1:-1] = 0, np.array(inner, dtype=np.int64).reshape(len(inner), -1)
+    return cuts
+
+
 _GOALS: tuple[Goal, ...] = (
     lambda scores: scores.step_s + scores.paced_s,
     lambda scores: scores.paced_s,
@@ -70,6 +98,10 @@ _GOALS: tuple[Goal, ...] = (
 
 def least_bytes_interleaved(stages: Stages) -> tuple[float, Ints]:
     """Return a bound on the bytes of the largest rank, over all cuts, and a cut with few."""
+    if comb(stages.units - 1, stages.stages - 1) <= _FEW:
+        cuts = _all_cuts(stages)
+        most = stages.score(cuts).rank_bytes.max(axis=1)
+        return float(most.min()), cuts[int(most.argmin())]
     single, cut = least_largest(stages.stage_bytes(stage) for stage in range(stages.stages))
     moments = [held[held.sum(axis=(1, 2)).argmax()] for held in stages.held]
     saved = [stages.saved(kind) for kind in range(len(stages.fill))]

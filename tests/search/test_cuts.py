@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.schedule import PipelineSchedule
+from autopar.search import interleaved
 from autopar.search.cuts import Cuts, NoCut, find_cuts, pipeline_costs
 from autopar.search.stages import Boundary, Unit
 from autopar.simulate.engine import simulate
@@ -140,11 +142,12 @@ def test_no_cut_within_the_budget_is_better_than_the_one_found(
         assert max(held) <= budget
 
 
+@pytest.mark.parametrize("few", [0, interleaved._FEW])
 @pytest.mark.parametrize(("name", "interleave"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zbv", 2)])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 3), microbatches=st.integers(1, 6), blocking=st.booleans())
-def test_with_several_stages_a_rank_the_best_cut_is_within_the_gap(
-    name: str, interleave: int, data: st.DataObject, ranks: int, microbatches: int, blocking: bool
+def test_with_several_stages_a_rank_few_cuts_are_all_tried_and_of_many_the_best_is_within_the_gap(
+    name: str, interleave: int, few: int, data: st.DataObject, ranks: int, microbatches: int, blocking: bool
 ):
     stages = ranks * interleave
     program, edges = data.draw(programs(stages, max(9, stages + 1)))
@@ -156,8 +159,12 @@ def test_with_several_stages_a_rank_the_best_cut_is_within_the_gap(
     least, most = min(max(each) for _, each in known.values()), max(max(each) for _, each in known.values())
     budget = data.draw(st.integers(least - 1, most))
 
-    found = find_cuts(program, edges, schedule, budget_bytes=budget, blocking=blocking)
+    with patch.object(interleaved, "_FEW", few):
+        found = find_cuts(program, edges, schedule, budget_bytes=budget, blocking=blocking)
 
+    if few:
+        assert found.proven if isinstance(found, Cuts) else found == NoCut(least, least)
+        assert isinstance(found, Cuts) == (budget >= least)
     if isinstance(found, NoCut):
         assert found.bound_bytes <= least <= found.least_bytes
         assert found.least_bytes > budget
