@@ -33,9 +33,6 @@ from benchmarks.record import RESULTS, markdown, write
 LIMITS = {"eval": 1e-5, "loss": 1e-5, "gradients": 1e-4, "steps": 1e-4, "state": 1e-4}
 """Largest relative differences: of values, and of norms for tensors."""
 
-FLOOR = 1e-4
-"""A gradient whose norm is below this share of the whole gradient's counts as having that norm."""
-
 STEPS = 5
 
 
@@ -79,52 +76,28 @@ def _tensors(output: Any) -> list[Any]:
     return [tensor for each in values for tensor in _tensors(each)]
 
 
-def whole(value: Any) -> Any:
-    """Return a result with every DTensor gathered, `None` where others have it; all ranks must call this alike."""
-    if isinstance(value, dict):
-        return {name: whole(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [whole(each) for each in value]
-    if not hasattr(value, "full_tensor"):
-        return value
-    return None if value.device_mesh.get_coordinate() is None else value.full_tensor()
-
-
 def differences(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     """Return the largest relative difference of each kind, and which tensor has that of the gradients."""
+    from autopar.runtime.comparing import FLOOR, gradients_apart, joint_norm, relative
+
     found: dict[str, Any] = {"eval": _largest(got["eval"], wanted["eval"])}
-    losses = [_relative(a, b) for a, b in zip(got["losses"], wanted["losses"], strict=True)]
+    losses = [relative(a, b) for a, b in zip(got["losses"], wanted["losses"], strict=True)]
     found["loss"], found["steps"] = losses[0], max(losses)
     if got["gradients"].keys() != wanted["gradients"].keys():
         raise RuntimeError(f"other gradients: {got['gradients'].keys() ^ wanted['gradients'].keys()}")
-    norms = {name: each.double().norm().item() for name, each in wanted["gradients"].items()}
-    floor = FLOOR * sum(norm**2 for norm in norms.values()) ** 0.5
-    apart = {
-        name: (got["gradients"][name].double() - each.double()).norm().item() / max(norms[name], floor)
-        for name, each in wanted["gradients"].items()
-    }
+    apart = gradients_apart(got["gradients"], wanted["gradients"])
     worst = max(apart, key=lambda name: apart[name])
     found |= {"gradients": apart[worst], "worst_gradient": worst}
-    found["gradients_at_floor"] = sum(norm < floor for norm in norms.values())
+    floor = FLOOR * joint_norm(wanted["gradients"])
+    found["gradients_at_floor"] = sum(float(each.double().norm()) < floor for each in wanted["gradients"].values())
     found["state"] = _joint(got["state"], wanted["state"])
     return found
 
 
-def _relative(a: Any, b: Any) -> float:
-    """Return the norm of the difference over that of `b`, of floating-point tensors; of others, 0 or 1."""
-    import torch
-
-    if not b.is_floating_point():
-        return 0.0 if torch.equal(a, b) else 1.0
-    finite = torch.isfinite(b)
-    if a.shape != b.shape or not torch.equal(torch.isfinite(a), finite):
-        return float("inf")
-    a, b = a.double()[finite], b.double()[finite]
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
-
-
 def _largest(got: list[Any], wanted: list[Any]) -> float:
-    return max((_relative(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
+    from autopar.runtime.comparing import relative
+
+    return max((relative(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
 
 
 def _joint(got: dict[str, Any], wanted: dict[str, Any]) -> float:
@@ -136,38 +109,24 @@ def _joint(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     return (apart / total) ** 0.5 if total else apart
 
 
+def whole(value: Any) -> Any:
+    """Return a result with every DTensor gathered, `None` where others have it; all ranks must call this alike."""
+    from autopar.runtime import comparing
+
+    return comparing.whole(value)
+
+
 def unequal_replicas(found: dict[str, Any]) -> list[str]:
     """Return the names of values that differ in some bit between ranks that hold the same part of them."""
-    import hashlib
+    from autopar.runtime import comparing
 
-    import torch
-    import torch.distributed as dist
-
-    mine = {}
+    values: dict[str, Any] = {}
     for group in ("losses", "gradients", "state"):
-        values = found[group]
-        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
-            local = value.to_local() if hasattr(value, "to_local") else value
-            digest = hashlib.sha256(local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-            mine[f"{group} {name}"] = (_part(value), digest)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    bad = []
-    for name in sorted({name for rank in everyone for name in rank}):
-        by_part: dict[Any, set[str]] = {}
-        for part, digest in (rank[name] for rank in everyone if name in rank):
-            by_part.setdefault(part, set()).add(digest)
-        if any(len(digests) > 1 for digests in by_part.values()):
-            bad.append(name)
-    return bad
-
-
-def _part(value: Any) -> tuple[int, ...]:
-    """Return which part of a tensor this rank holds: its coordinates on the axes that shard it."""
-    if not hasattr(value, "device_mesh"):
-        return ()
-    coordinate = value.device_mesh.get_coordinate()
-    return tuple(at for at, placement in zip(coordinate, value.placements, strict=True) if not placement.is_replicate())
+        each = found[group]
+        values |= {
+            f"{group} {name}": value for name, value in (each.items() if isinstance(each, dict) else enumerate(each))
+        }
+    return comparing.unequal_replicas(values)
 
 
 def of_all_stages(found: dict[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,8 @@ def measure(model: Any, inputs: dict[str, Any]) -> dict[str, int]:
     """Return the bytes that a step holds: before, beyond that in forward and backward, beyond that in the optimizer."""
     import torch
 
+    from autopar.runtime.witness import allocated, storage_bytes
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def gradients() -> None:
@@ -115,29 +117,6 @@ def measure(model: Any, inputs: dict[str, Any]) -> dict[str, int]:
 
 _STEPS = 3
 """Steps that are measured; the one of the least peak counts."""
-
-
-def storage_bytes(values: Sequence[Any]) -> int:
-    """Return the bytes of the memory behind tensors and local parts of DTensors, each counted once."""
-    import torch
-
-    local = [getattr(each, "_local_tensor", each) for each in values if isinstance(each, torch.Tensor)]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
-
-
-def allocated(work: Any) -> tuple[int, int]:
-    """Return the most bytes that torch's CPU allocator held beyond those before, and what is left at the end."""
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = profile.profiler.kineto_results.events()
-    moves = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
-    held = peak = 0
-    for _, change in moves:
-        held += change
-        peak = max(peak, held)
-    return peak, held
 
 
 def run_case(name: str, plan: str, folder: Path, timeout_s: float) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from autopar.runtime.module import copy_tree
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.profiling import StepProfiler, ranges
 from autopar.runtime.staged_program import PipelinedProgram, names_on_rank
+from autopar.runtime.step import Backend
 from autopar.runtime.waiting import hold_whole, plain_copy, require_values, take_over
 from autopar.suggest import did_you_mean
 from cost_models.cluster import ClusterSpec
@@ -60,7 +61,7 @@ def compile_model(
     plan: Plan | str | Path | None = None,
     init_fn: InitFn | None = None,
     inputs: str = "global",
-    backend: str = "eager",
+    backend: str | Backend = "eager",
     device: str | torch.device | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -76,7 +77,7 @@ def compile_model(
     Raises:
         AutoparError: what a user can cause, on all ranks.
     """
-    if backend not in _BACKENDS:
+    if isinstance(backend, str) and backend not in _BACKENDS:
         raise UsageError(f"backend={backend!r} is unknown; backends are {', '.join(_BACKENDS)}")
     if inputs not in _INPUTS:
         raise UsageError(
@@ -127,7 +128,7 @@ class Job:
     ranks: Ranks
     options: PlanOptions
     init_fn: InitFn | None
-    backend: str
+    backend: str | Backend
     progress: Progress
     plan: Plan | None
     local: bool
@@ -343,7 +344,9 @@ def _profiler(ranks: Ranks) -> StepProfiler | None:
     return StepProfiler(Path(folder), ranks.rank, ranks.device) if folder else None
 
 
-def _backend(name: str, *, profiled: bool) -> Any:
+def _backend(name: str | Backend, *, profiled: bool) -> Any:
+    if not isinstance(name, str):
+        return name
     if name == "eager":
         return functools.partial(compile_graph, ranges=ranges) if profiled else None
     if profiled:

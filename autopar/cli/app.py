@@ -16,6 +16,7 @@ from autopar.cli.run import run
 from autopar.cli.schema import schema
 from autopar.cli.show import show
 from autopar.cli.validate import validate
+from autopar.cli.verify import verify
 from autopar.errors import UsageError
 from autopar.version import __version__
 
@@ -57,7 +58,7 @@ def _need_command(context: typer.Context) -> None:
         raise typer.Exit(UsageError.exit_code)
 
 
-for _command in (plan, show, explain, diff, check, validate, calibrate, run, schema):
+for _command in (plan, show, explain, diff, check, verify, validate, calibrate, run, schema):
     app.command(name=_command.__name__)(_command)
 app.add_typer(cluster, name="cluster")
 
