@@ -15,6 +15,7 @@ from cost_models.device import DeviceSpec
 from cost_models.errors import ClusterError, suggestion
 from cost_models.library import Library, library_of
 from cost_models.node import Level, LinkSpec, NetworkLevel, NodeGroup, NodeSpec
+from cost_models.weakest import weakest_link, weakest_node
 
 __all__ = ["ClusterSpec", "DeviceSpec", "Level", "LinkSpec", "NetworkLevel", "NodeGroup", "NodeSpec"]
 
@@ -167,6 +168,26 @@ class ClusterSpec:
             for group in self.groups
         )
 
+    def as_equal(self, ranks: range | None = None) -> "ClusterSpec":
+        """Return the cluster as if all its nodes were as slow as the slowest of those with `ranks`; None: all.
+
+        Of each figure the worst counts, see `weakest`: ranks of equal shards wait for one another. The levels stay
+        where they are, so that a mesh lies on them as on the cluster itself. A cluster of equal nodes is returned as
+        it is. Raises `ClusterError` where nodes have unlike numbers of devices.
+        """
+        if self.is_homogeneous:
+            return self
+        per_node = self.devices_per_node
+        nodes = [group.node for group in self.groups for _ in range(group.count)]
+        if ranks is not None:
+            nodes = nodes[ranks.start // per_node : -(-ranks.stop // per_node)]
+        return replace(self, groups=(NodeGroup(weakest_node(nodes), self.node_count),))
+
+    @property
+    def devices(self) -> tuple[DeviceSpec, ...]:
+        """Return the device of every rank."""
+        return tuple(group.node.device for group in self.groups for _ in range(group.count * group.node.count))
+
     def _with_calibration(self, path: Path) -> "ClusterSpec":
         """Return the cluster with measured constants; `path` is the cluster file."""
         from cost_models.calibration import calibrated_groups, read_calibration
@@ -185,25 +206,25 @@ class ClusterSpec:
         return replace(self, groups=groups, network=network, calibration="", calibrated=told)
 
     def _network_levels(self) -> tuple[Level, ...]:
-        nics = [group.node.nic for group in self.groups if group.node.nic is not None]
+        slowest = weakest_link([group.node.nic for group in self.groups if group.node.nic is not None])
+        if slowest is None:
+            return ()
         library = _library([group.node for group in self.groups])
-        slowest = min(nics, key=lambda nic: nic.bytes_per_s * nic.efficiency)
         described = self.network or (NetworkLevel("rack"),)
         levels = []
         nodes_inside = 1
         for each, fanout in zip(described, self._network_sizes(), strict=True):
             adapters = slowest.bytes_per_s * nodes_inside / each.oversubscription
-            nic_latency_s = max(nic.latency_s for nic in nics)
             levels.append(
                 Level(
                     name=each.name,
                     fanout=fanout,
                     bytes_per_s=adapters if each.bytes_per_s is None else each.bytes_per_s,
-                    latency_s=nic_latency_s if each.latency_s is None else each.latency_s,
+                    latency_s=slowest.latency_s if each.latency_s is None else each.latency_s,
                     topology=each.topology,
                     in_switch_reduction=False,
                     efficiency=slowest.efficiency,
-                    call_s=max(nic.call_overhead_s for nic in nics),
+                    call_s=slowest.call_overhead_s,
                     library=library,
                     host_bytes_per_s=slowest.host_bytes_per_s,
                     efficiency_of=slowest.efficiency_of,
@@ -248,20 +269,19 @@ class ClusterSpec:
 
 
 def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:
-    links = [node.links for node in nodes if node.links is not None]
-    if not links:  # one device a node: nothing to join, the level is a copy in its memory
+    slowest = weakest_link([node.links for node in nodes if node.links is not None])
+    if slowest is None:  # one device a node: nothing to join, the level is a copy in its memory
         memory_bytes_per_s = min(node.device.memory_bytes_per_s for node in nodes)
         return Level("node", fanout, memory_bytes_per_s, 0.0, "host", False, library=_library(nodes))
-    slowest = min(links, key=lambda link: link.bytes_per_s * link.efficiency)
     return Level(
         name="node",
         fanout=fanout,
         bytes_per_s=slowest.bytes_per_s,
-        latency_s=max(link.latency_s for link in links),
+        latency_s=slowest.latency_s,
         topology=slowest.topology,
-        in_switch_reduction=all(link.in_switch_reduction for link in links),
+        in_switch_reduction=slowest.in_switch_reduction,
         efficiency=slowest.efficiency,
-        call_s=max(link.call_overhead_s for link in links),
+        call_s=slowest.call_overhead_s,
         library=_library(nodes),
         host_bytes_per_s=slowest.host_bytes_per_s,
         efficiency_of=slowest.efficiency_of,

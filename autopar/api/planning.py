@@ -14,6 +14,7 @@ from autopar.api.naming import name_axes, wished
 from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped, pipeline_spans
 from autopar.api.solving import Solved, Solving
+from autopar.api.unlike import peak_share, waiting
 from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
 from autopar.costs.operators import least_seconds
@@ -30,6 +31,7 @@ from autopar.search.trials import Trial, Uniform, depths, in_time, ways_of
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
+from cost_models.weakest import strongest_peaks
 
 PEAK_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The type whose peak MFU refers to, by precision."""
@@ -188,11 +190,10 @@ class Planner:
 
         Raises:
             InfeasibleError: no mesh has the degrees that are asked for, or too few blocks are there for the stages.
-            UsageError: the cluster has no one kind of device.
+            UsageError: nodes have unlike numbers of devices.
         """
         try:
             per_node, devices = self.cluster.devices_per_node, self.cluster.device_count
-            _ = self.cluster.device
         except CostModelError as error:
             raise UsageError(str(error)) from None
         if wishes.depth is not None:
@@ -314,7 +315,9 @@ class Planner:
             estimates = replace(estimates, timeline=pipeline_spans(best.pipeline.timeline))
             decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
         batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
-        floor = least_seconds(graph, self.cluster.device, prod(mesh.sizes) * best.trial.depth)
+        estimates = replace(estimates, mfu=estimates.mfu * peak_share(self.cluster, PEAK_DTYPE[options.precision]))
+        fastest = replace(self._solving.equal.device, peak_flops=strongest_peaks(self.cluster.devices))
+        floor = least_seconds(graph, fastest, prod(mesh.sizes) * best.trial.depth)
         solver = _solver(best, solved, seconds, options, floor)
         return Plan(
             fingerprint=Fingerprint(
@@ -335,7 +338,11 @@ class Planner:
             solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
             alternatives=_alternatives(best, solved, options.top_k),
-            warnings=(*self._warnings(outcome), *found.warnings),
+            warnings=(
+                *self._warnings(outcome),
+                *found.warnings,
+                *waiting(self.cluster, decisions.stages, PEAK_DTYPE[options.precision]),
+            ),
             autopar_version=__version__,
         )
 

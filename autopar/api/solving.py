@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Literal
 
@@ -89,6 +90,11 @@ class Solving:
             self._graphs[key] = unfold_if_split(graph, wishes)
         return self._graphs[key]
 
+    @cached_property
+    def equal(self) -> ClusterSpec:
+        """Return the cluster as if all its nodes were as slow as the slowest: at that pace synchronous ranks go."""
+        return self.cluster.as_equal()
+
     @property
     def budget(self) -> int:
         """Return the bytes that a device may hold."""
@@ -104,7 +110,7 @@ class Solving:
 
         Every rank has its own reserve, of which the program's memory counts one.
         """
-        return self.budget * depth - int(self.cluster.device.reserved_bytes) * (depth - 1)
+        return self.budget * depth - int(self.equal.device.reserved_bytes) * (depth - 1)
 
     def price(self, trial: Trial, wishes: Wishes) -> tuple[Links, Pricing]:
         """Return the priced table of a trial.
@@ -132,7 +138,7 @@ class Solving:
     def links(self, trial: Trial) -> Links:
         """Return the prices of moving data on a trial's mesh."""
         return Links(
-            self.cluster,
+            self.equal,
             tuple(axis.size for axis in trial.mesh),
             int(trial.microbatches > 1),
             two_level=self.options.two_level,
@@ -141,7 +147,7 @@ class Solving:
     def uneven(self, trial: Trial) -> str | None:
         """Return why stages and their mesh cannot be laid on the cluster's levels (three ranks of eight, say)."""
         try:
-            Links(self.cluster, (trial.depth, *(axis.size for axis in trial.ranks)))
+            Links(self.equal, (trial.depth, *(axis.size for axis in trial.ranks)))
         except CostModelError as error:
             return str(error)
         return None
@@ -268,7 +274,7 @@ class Solving:
     def rough(self, recompute: Recompute, wishes: Wishes) -> Rough:
         """Return the sizes of the program, for estimates."""
         if recompute not in self._rough:
-            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.cluster, self.optimizer)
+            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.equal, self.optimizer)
         return self._rough[recompute]
 
     def require_parts(self, wishes: Wishes) -> None:
