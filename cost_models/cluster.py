@@ -15,7 +15,7 @@ from cost_models.device import DeviceSpec
 from cost_models.errors import ClusterError, suggestion
 from cost_models.library import Library, library_of
 from cost_models.node import Level, LinkSpec, NetworkLevel, NodeGroup, NodeSpec
-from cost_models.weakest import weakest_link, weakest_node
+from cost_models.weakest import same_figures, same_node, weakest_link, weakest_node
 
 __all__ = ["ClusterSpec", "DeviceSpec", "Level", "LinkSpec", "NetworkLevel", "NodeGroup", "NodeSpec"]
 
@@ -131,13 +131,13 @@ class ClusterSpec:
     def is_homogeneous(self) -> bool:
         """Return whether all nodes have equal devices, links and adapters."""
         first = self.groups[0].node
-        return all(_same_node(first, group.node) for group in self.groups)
+        return all(same_node(first, group.node) for group in self.groups)
 
     @property
     def device(self) -> DeviceSpec:
         """Return the device that all nodes have; an error naming the groups where they differ."""
         first = self.groups[0].node.device
-        if any(not _same_device(first, group.node.device) for group in self.groups):
+        if any(not same_figures(first, group.node.device) for group in self.groups):
             raise self._mixed("device")
         return first
 
@@ -182,6 +182,13 @@ class ClusterSpec:
         if ranks is not None:
             nodes = nodes[ranks.start // per_node : -(-ranks.stop // per_node)]
         return replace(self, groups=(NodeGroup(weakest_node(nodes), self.node_count),))
+
+    def slower_of(self, other: "ClusterSpec") -> "ClusterSpec":
+        """Return a cluster of equal nodes as if they were as slow as its own and another's."""
+        node, beside = self.groups[0].node, other.groups[0].node
+        if same_node(node, beside):
+            return self
+        return replace(self, groups=(NodeGroup(weakest_node([node, beside]), self.node_count),))
 
     @property
     def devices(self) -> tuple[DeviceSpec, ...]:
@@ -292,14 +299,6 @@ def _library(nodes: list[NodeSpec]) -> Library:
     """Return the library of a group that spans the nodes; one CPU host among them makes all of them use gloo."""
     kinds = {node.device.kind for node in nodes}
     return library_of("cpu" if "cpu" in kinds else "gpu")
-
-
-def _same_device(a: DeviceSpec, b: DeviceSpec) -> bool:
-    return replace(a, name="") == replace(b, name="")
-
-
-def _same_node(a: NodeSpec, b: NodeSpec) -> bool:
-    return _same_device(a.device, b.device) and (a.count, a.links, a.nic) == (b.count, b.links, b.nic)
 
 
 def _load_yaml(text: str, origin: str) -> object:

@@ -115,6 +115,15 @@ def same_figures(one: DeviceSpec, other: DeviceSpec) -> bool:
     return replace(one, name="", catalog="") == replace(other, name="", catalog="")
 
 
+def same_node(one: NodeSpec, other: NodeSpec) -> bool:
+    """Return whether two nodes are equal but for names."""
+    return same_figures(one.device, other.device) and (one.count, one.links, one.nic) == (
+        other.count,
+        other.links,
+        other.nic,
+    )
+
+
 def _common(mappings: Iterable[Mapping[str, float]]) -> list[str]:
     """Return the data types that all have a rate for, in the first one's order."""
     first, *others = mappings

@@ -21,6 +21,7 @@ from autopar.ir.stages import units
 from autopar.search.cuts import NoCut
 from autopar.search.ilp import Ilp, Limits, Solution, solve_program
 from autopar.search.trials import Recompute, Trial
+from cost_models.cluster import ClusterSpec
 from cost_models.memory import with_master, with_shards
 from cost_models.stack import Stack, pytorch
 
@@ -41,9 +42,9 @@ class AsRun(Solving):
     peak_dtype: str = "bfloat16"
     """The type whose peak MFU refers to."""
 
-    @property
-    def budget(self) -> int:
+    def budget_of(self, cluster: ClusterSpec) -> int:
         """Return more bytes than any device has."""
+        del cluster
         return _UNLIMITED
 
     def graph(self, recompute: Recompute, wishes: Wishes) -> Graph:
@@ -120,7 +121,7 @@ class AsRun(Solving):
         if one.trial.depth == 1:
             return Solved(one.trial, solution, outcome, outcome.step_s)
         wanted = replace(wishes.wanted(one.trial.depth), even=True)
-        cut = pipelined(outcome, (wanted,), _UNLIMITED)
+        cut = pipelined(outcome, (wanted,), self.places(one.trial.depth))
         if isinstance(cut, NoCut):
             return Solved(one.trial, solution, why_not="no cut into stages")
         return Solved(one.trial, solution, outcome, cut.step_s, pipeline=cut)

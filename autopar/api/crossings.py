@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
 
+from autopar.api.places import Places
 from autopar.costs.links import Message
 from autopar.costs.liveness import base_of, local_bytes
 from autopar.costs.outcome import Outcome
 from autopar.ir.schedule import PipelineSchedule
+from autopar.search.assignments import Order
 from autopar.search.cuts import Cut
 from autopar.search.stages import Boundary
+from cost_models.cluster import ClusterSpec
 from cost_models.collectives import collective_s, host_s
 from cost_models.topology import Hop, axis_hops
 
@@ -23,11 +26,12 @@ class Crossings:
     """The values between neighbouring blocks of a program that is solved on one stage's mesh."""
 
     outcome: Outcome
-    depth: int
+    places: Places
     block_of: Mapping[str, int]
     """Of every operator."""
 
     blocks: int
+    _known: dict[tuple[Hop, ...], list[Boundary]] = field(init=False, default_factory=dict)
 
     @cached_property
     def boundaries(self) -> list[Boundary]:
@@ -37,21 +41,36 @@ class Crossings:
         """
         return [self._boundary(held, self._hops) for held in self._bytes]
 
-    def of_cut(self, cut: Cut, schedule: PipelineSchedule) -> list[Boundary]:
-        """Return the boundaries, those where stages of a cut end priced on the link level between the stages' ranks."""
+    def between(self, one: int, other: int) -> list[Boundary]:
+        """Return what crosses, priced on the links between two blocks of ranks."""
+        hops = self._joining(one, other)
+        if hops not in self._known:
+            self._known[hops] = [self._boundary(held, hops) for held in self._bytes]
+        return self._known[hops]
+
+    def of_cut(self, cut: Cut, schedule: PipelineSchedule, order: Order) -> list[Boundary]:
+        """Return the boundaries, those where stages of a cut end priced on the links between the stages' ranks."""
         found = list(self.boundaries)
-        inside = list(accumulate((hop.ranks for hop in self._hops), mul))
         for stage, first in enumerate(cut.first_units[1:], start=1):
-            one, other = schedule.rank_of[stage - 1], schedule.rank_of[stage]
-            crossed = sum(one // ranks != other // ranks for ranks in inside)
-            found[first - 1] = self._boundary(self._bytes[first - 1], self._hops[: crossed + 1])
+            one, other = (order[schedule.rank_of[each]] for each in (stage - 1, stage))
+            found[first - 1] = self._boundary(self._bytes[first - 1], self._joining(one, other))
         return found
+
+    def _joining(self, one: int, other: int) -> tuple[Hop, ...]:
+        """Return the link levels between two blocks of ranks, inner to outer."""
+        hops = self._levels(self.places.joining((one, other)))
+        inside = accumulate((hop.ranks for hop in hops), mul)
+        crossed = sum(one // ranks != other // ranks for ranks in inside)
+        return hops[: crossed + 1]
 
     @cached_property
     def _hops(self) -> tuple[Hop, ...]:
         """Return the link levels that the pipeline crosses, inner to outer."""
+        return self._levels(self.outcome.links.cluster)
+
+    def _levels(self, cluster: ClusterSpec) -> tuple[Hop, ...]:
         links = self.outcome.links
-        return axis_hops(links.cluster.levels, (self.depth, *links.sizes[links.time_axes :]), 0)
+        return axis_hops(cluster.levels, (self.places.depth, *links.sizes[links.time_axes :]), 0)
 
     @cached_property
     def _bytes(self) -> list[int]:

@@ -112,7 +112,7 @@ class Outer:
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=uneven))
             elif self._is_beaten(trial):
                 self._give_up([trial])
-            elif self.solving.rough(trial.recompute, self.wishes).fits(_shape(trial), self.solving.budget):
+            elif self._may_fit(trial):
                 left.append(trial)
             else:
                 why = f"does not fit in memory however it is split, recompute {trial.recompute}"
@@ -134,6 +134,10 @@ class Outer:
             solutions += self._solve(waiting, _SOLVED - solutions)
         self._give_up(queue)
         self._refine()
+
+    def _may_fit(self, trial: Trial) -> bool:
+        rough, budget = self.solving.rough(trial.recompute, self.wishes), self.solving.mean_budget(trial.depth)
+        return rough.fits(_shape(trial), budget)
 
     def _relax(self, trials: Sequence[Trial], phase: str) -> list[Waiting]:
         self.progress.phase(phase)
@@ -252,7 +256,8 @@ class Outer:
             room = min([self.best_s * (1.0 - self.solving.options.gap), *(one.solution.bound_s for one in stays)])
             if least is None or self._lightest_s(least) >= room:
                 return
-            self._free_s[_without(least)] = self._relaxed_s(replace(least, recompute="none")) / least.depth
+            free_s = self._relaxed_s(replace(least, recompute="none"))
+            self._free_s[_without(least)] = free_s / self.solving.pace(least.depth)
 
     def _is_open(self, one: Solved) -> bool:
         return one.trial.recompute != "none" and one.solution.status != "infeasible"
@@ -295,7 +300,7 @@ class Outer:
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
         known = max(self._work_s.get((way, shape.width, largest), 0.0) for way in ways)
         samples = self.solving.program.batch_size / shape.replicas
-        return known / max(largest, 1) * samples / shape.depth
+        return known / max(largest, 1) * samples / self.solving.pace(shape.depth)
 
     def _estimates(self, trials: Sequence[Trial]) -> list[float]:
         self.progress.phase(f"estimate {len(trials)} trials")
@@ -310,21 +315,23 @@ class Outer:
 
     def _estimate_s(self, trial: Trial) -> float:
         shape, size = _shape(trial), self._size(trial)
+        budget = self.solving.mean_budget(trial.depth)
         known = self._sizes[shape.width]
         below = max(each for each in known if each <= size)
         above = min(each for each in known if each >= size)
         low, high = (self._microbatch_s("none", shape.width, each) for each in (below, above))
         share = (size - below) / (above - below) if above > below else 0.0
-        once = low + share * (high - low)
+        # Devices that are faster than the slowest take a larger share of the work.
+        once = (low + share * (high - low)) * (shape.depth / self.solving.pace(shape.depth))
         if trial.recompute == "none":
-            return self.solving.rough("none", self.wishes).estimate_s(shape, once, self.solving.budget)
+            return self.solving.rough("none", self.wishes).estimate_s(shape, once, budget)
         more = self._more(trial.recompute, shape.width, known[-1])
         rough = self.solving.rough(trial.recompute, self.wishes)
-        found = rough.estimate_s(shape, once * more, self.solving.budget)
+        found = rough.estimate_s(shape, once * more, budget)
         if not self.mixes or found == inf:
             return found
-        share = self.solving.rough("none", self.wishes).share_over(shape, rough, self.solving.budget)
-        mixed = rough.estimate_s(shape, once * (1.0 + share * (more - 1.0)), self.solving.budget)
+        share = self.solving.rough("none", self.wishes).share_over(shape, rough, budget)
+        mixed = rough.estimate_s(shape, once * (1.0 + share * (more - 1.0)), budget)
         self._mixed[trial] = found / mixed if mixed else 1.0
         return mixed
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
+from autopar.api.block_costs import BlockCosts
 from autopar.api.crossings import Crossings
-from autopar.costs.issued import Issued
-from autopar.costs.liveness import Life, base_of, gradients_of, lives, lives_of_step, local_bytes
-from autopar.costs.optimizer import optimizer_seconds, state_bytes
+from autopar.api.places import Places
 from autopar.costs.outcome import Outcome
 from autopar.ir import stages as blocks
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph
 from autopar.ir.pipeline import PipelineCosts
 from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
-from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
-from autopar.ir.weight_gradients import weight_gradients
-from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, pipeline_costs
-from autopar.search.stages import Unit
+from autopar.search.assignments import Order, Placed, find_placed
+from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, find_cuts_on, pipeline_costs
+from autopar.search.stages import Assigned, Boundary
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
 
@@ -65,7 +60,16 @@ class Pipelined:
 
     rank_bytes: tuple[int, ...]
     static: Memory
-    """Of the rank that holds most; activations are in flight."""
+    """Of the rank that has least to spare; activations are in flight."""
+
+    order: Order
+    """The block of ranks that each pipeline rank is."""
+
+    budgets: tuple[int, ...]
+    """What a device of each pipeline rank may hold."""
+
+    devices: tuple[str, ...]
+    """Of each pipeline rank, as people read them."""
 
     @property
     def step_s(self) -> float:
@@ -78,6 +82,16 @@ class Pipelined:
         """Return how long the busiest rank waits for others in a step."""
         return max(self.timeline.ranks, key=lambda each: each.compute_s).bubble_s
 
+    @property
+    def fullest(self) -> int:
+        """Return the pipeline rank that has least to spare."""
+        return _fullest(self.rank_bytes, self.budgets)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether no rank holds more than it may."""
+        return all(held <= budget for held, budget in zip(self.rank_bytes, self.budgets, strict=True))
+
     def decisions(self, found: Decisions, homes: Mapping[str, int], graph: Graph) -> Decisions:
         """Return the decisions of one stage's mesh with the stages; `homes` is the stage of every operator."""
         width = found.mesh.world_size
@@ -89,7 +103,7 @@ class Pipelined:
         stages = tuple(
             Stage(
                 index=index,
-                ranks=tuple(range(rank * width, (rank + 1) * width)),
+                ranks=tuple(range(self.order[rank] * width, (self.order[rank] + 1) * width)),
                 blocks=paths,
                 parameters=tuple(name for name in found.parameters if at[name] == index),
             )
@@ -118,6 +132,7 @@ class Pipelined:
             mfu=whole.mfu * scale,
             peak_memory_bytes=self.static.total,
             memory=self.static,
+            memory_budget_bytes=self.budgets[self.fullest],
             breakdown=replace(
                 whole.breakdown,
                 compute_s=slowest.compute_s - shown,
@@ -130,6 +145,8 @@ class Pipelined:
                     index=stage,
                     step_time_s=sum(e.end_s - e.start_s for e in ranks[rank].events if e.action.stage == stage),
                     peak_memory_bytes=self.rank_bytes[rank],
+                    memory_budget_bytes=self.budgets[rank],
+                    devices=self.devices[rank],
                     forward_s=cost.forward_s,
                     input_gradient_s=cost.input_gradient_s,
                     weight_gradient_s=cost.weight_gradient_s,
@@ -145,302 +162,145 @@ class Pipelined:
 
 
 def pipelined(
-    outcome: Outcome, ways: Sequence[Wanted], budget_bytes: int, known: Pipelined | None = None
+    outcome: Outcome, ways: Sequence[Wanted], places: Places, known: Pipelined | None = None
 ) -> Pipelined | NoCut:
     """Return the fastest simulated cut of a solved program that fits, of all `ways` to run it, or what would fit.
 
-    The cut of a `known` pipeline of the same blocks is among those tried.
+    Where blocks of ranks have unlike devices, which of them takes which stages is part of the cut. That of a `known`
+    pipeline of the same blocks is among those tried.
 
     Raises:
         InfeasibleError: more stages than blocks.
         UsageError: a schedule cannot be made for these numbers.
     """
     found = blocks.units(outcome.graph)
-    priced = _Blocks(outcome, ways[0].depth, [unit.path for unit in found])
-    reserved = int(outcome.links.cluster.device.reserved_bytes) + priced.batch_bytes
+    priced = _Placed(outcome, places, [unit.path for unit in found])
     tried: list[Pipelined] = []
     without: list[NoCut] = []
     if known is not None:
         sizes = [len(paths) for paths in known.stages[:-1]]
-        kept = Cut(tuple(accumulate(sizes, initial=0)), 0.0, ())
-        again = priced.judged(kept, known.wanted, known.schedule, reserved)
-        tried += [again] if max(again.rank_bytes) <= budget_bytes else []
+        kept = Placed(known.order, Cut(tuple(accumulate(sizes, initial=0)), 0.0, ()))
+        again = priced.judged(kept, known.wanted, known.schedule)
+        tried += [again] if again.fits else []
     for wanted in ways:
         schedule = wanted.schedule_for(outcome.microbatches)
         if len(found) < schedule.stages:
             raise blocks.too_many_stages(schedule.stages, found, wanted.interleave)
         if wanted.even:
-            tried.append(priced.judged(Cut(even_cut(len(found), schedule.stages), 0.0, ()), wanted, schedule, reserved))
+            even = Placed(places.given, Cut(even_cut(len(found), schedule.stages), 0.0, ()))
+            tried.append(priced.judged(even, wanted, schedule))
             continue
-        cuts = find_cuts(priced.units, priced.crossings.boundaries, schedule, budget_bytes=budget_bytes - reserved)
+        cuts = priced.cuts(schedule)
         if isinstance(cuts, NoCut):
-            without.append(NoCut(cuts.least_bytes + reserved, cuts.bound_bytes + reserved))
+            without.append(cuts)
         else:
-            tried += [priced.judged(cut, wanted, schedule, reserved) for cut in cuts.cuts]
+            tried += [priced.judged(cut, wanted, schedule) for cut in cuts]
     if not tried:
         return min(without, key=lambda each: each.least_bytes)
     return min(tried, key=lambda each: each.step_s)
 
 
-class _Ends(NamedTuple):
-    """Seconds of what each block's rank does once a step, and what could hide of them."""
-
-    reduce_s: list[float]
-    reduce_hidable_s: list[float]
-    gather_s: list[float]
-    gather_hidable_s: list[float]
-    step_s: list[float]
-    """The optimizer's."""
+def _fullest(held: Sequence[int], budgets: Sequence[int]) -> int:
+    spare = [budget - each for each, budget in zip(held, budgets, strict=True)]
+    return spare.index(min(spare))
 
 
 @dataclass
-class _Blocks:
-    """The blocks of a program, priced for one micro-batch on one stage's mesh."""
+class _Placed:
+    """The blocks of a program on all blocks of ranks that may run them."""
 
     outcome: Outcome
-    depth: int
+    places: Places
     paths: list[str]
 
     def __post_init__(self) -> None:
-        self.graph = self.outcome.graph
-        self.of = blocks.stage_of(self.graph, [[path] for path in self.paths])
-        self.crossings = Crossings(self.outcome, self.depth, self.of, len(self.paths))
+        of = blocks.stage_of(self.outcome.graph, [[path] for path in self.paths])
+        links, clusters = self.outcome.links, self.places.clusters
+        on = [links] if len(clusters) == 1 else [links.on(each) for each in clusters]
+        self._of_kind = [BlockCosts(replace(self.outcome, links=each), self.paths, of) for each in on]
+        self._crossings = Crossings(self.outcome, self.places, of, len(self.paths))
+        batch_bytes = self._of_kind[0].batch_bytes
+        self._reserved = [each + batch_bytes for each in self.places.reserved]
 
-    @cached_property
-    def units(self) -> list[Unit]:
-        """Return what each block costs."""
-        count = len(self.paths)
-        seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
-        behind = {part: [0.0] * count for part in seconds}
-        apart = weight_gradients(self.graph, self.of)
-        temporary = self._temporary()
-        known: dict[str, float] = {}
-        launched = {part: [0] * count for part in seconds}
-        for op in self.graph.ops:
-            rep = self.graph.representative(op.name)
-            if rep not in known:
-                known[rep] = self.outcome.seconds(rep)
-            part: str = "weights" if op.name in apart else op.phase
-            seconds[part][self.of[op.name]] += known[rep]
-            launched[part][self.of[op.name]] += op.kind == "call" and not is_view(op)
-        for issued in self.outcome.messages():
-            if not self._is_once(issued):
-                late = bool(issued.readers) and apart.issuperset(issued.readers)
-                part = "weights" if late else issued.phase
-                hidden = self._hidden_s(issued)
-                seconds[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
-                behind[part][self.of[issued.at]] += hidden
-        device = self.outcome.links.cluster.device
-        for part, found in seconds.items():
-            # A block's gathers run behind the block before it, which is about as long; the host runs ahead of both.
-            busy = map(max, found, behind[part])
-            seconds[part] = [device.with_host_s(*each) for each in zip(busy, launched[part], strict=True)]
-        static = self._static
-        saved, kept = self._saved(apart)
-        return [
-            Unit(
-                forward_s=seconds["forward"][at],
-                input_gradient_s=seconds["backward"][at],
-                weight_gradient_s=seconds["weights"][at],
-                static_bytes=round(sum(static[at])),
-                activation_bytes=round(saved[at]),
-                kept_bytes=round(kept[at]),
-                temporary_bytes=round(temporary[at]),
-            )
-            for at in range(count)
-        ]
-
-    @cached_property
-    def _shown_s(self) -> list[float]:
-        """Return, of each block, what shows of the collectives of one micro-batch; its seconds have them too."""
-        found = [0.0] * len(self.paths)
-        for issued in self.outcome.messages():
-            if not self._is_once(issued):
-                found[self.of[issued.at]] += self.outcome.links.message_s(issued.message) - self._hidden_s(issued)
+    def cuts(self, schedule: PipelineSchedule) -> list[Placed] | NoCut:
+        """Return the best cuts for the closed form, and the order of blocks of ranks that each is for."""
+        places = self.places
+        free = [budget - taken for budget, taken in zip(places.budgets, self._reserved, strict=True)]
+        if len(places.clusters) == 1:
+            units, boundaries = self._of_kind[0].units, self._crossings.boundaries
+            alike = find_cuts(units, boundaries, schedule, budget_bytes=free[0])
+            if isinstance(alike, NoCut):
+                return NoCut(alike.least_bytes + self._reserved[0], alike.bound_bytes + self._reserved[0])
+            # Equal blocks stay in the order of their ranks, see `search.assignments`.
+            return [Placed(places.given, cut) for cut in alike.cuts]
+        most = max(free)
+        found = find_placed(
+            places.kind_of,
+            places.kinds(self._of_kind[0].batch_bytes),
+            lambda order: find_cuts_on(self._assigned(order, schedule, free), schedule, budget_bytes=most),
+        )
+        roomy = free.index(most)
+        if isinstance(found, NoCut):
+            return NoCut(found.least_bytes + self._reserved[roomy], found.bound_bytes + self._reserved[roomy])
         return found
 
-    def _hidden_s(self, issued: Issued) -> float:
-        """Return the part of a collective that computation runs behind, as the costs of the whole program have it."""
-        return self.outcome.links.hidable_s(issued.message) if issued.overlapped else 0.0
-
-    def _is_once(self, issued: Issued) -> bool:
-        """Return whether a collective runs once a step, not for each micro-batch."""
-        return issued.finishes or issued.times < self.outcome.microbatches
-
-    def _bytes(self, op: Op) -> float:
-        strategy = self.outcome.strategy(self.graph.representative(op.name))
-        return sum(
-            local_bytes(meta, layout, self.outcome.links.sizes)
-            for meta, layout in zip(op.outputs, strategy.outputs, strict=True)
-            if meta is not None
+    def _assigned(self, order: Order, schedule: PipelineSchedule, free: Sequence[int]) -> Assigned:
+        """Return units and boundaries as the pipeline's ranks find them in an order of blocks."""
+        links: list[list[Boundary]] = []
+        link_of = [0]
+        for stage in range(1, schedule.stages):
+            one, other = (order[schedule.rank_of[each]] for each in (stage - 1, stage))
+            found = self._crossings.between(one, other)
+            known = next((at for at, each in enumerate(links) if each is found), len(links))
+            links += [found] if known == len(links) else []
+            link_of.append(known)
+        return Assigned(
+            units=tuple(each.units for each in self._of_kind),
+            boundaries=tuple(links),
+            device_of=tuple(self.places.kind_of[block] for block in order),
+            link_of=tuple(link_of),
+            less_bytes=tuple(max(free) - free[block] for block in order),
         )
 
-    @property
-    def batch_bytes(self) -> int:
-        """Return the bytes of a rank's part of the batch, which the caller holds on every stage."""
-        return round(sum(self._bytes(op) for op in self.graph.ops if op.kind == "input"))
-
-    @cached_property
-    def _static(self) -> list[tuple[float, float, float]]:
-        """Return the bytes of parameters, gradients and optimizer state of each block."""
-        found = [(0.0, 0.0, 0.0)] * len(self.paths)
-        gradients = {o.name: o.ref for o in self.graph.outputs if o.kind == "gradient" and o.ref is not None}
-        for op in self.graph.ops:
-            if op.kind not in {"parameter", "buffer"}:
-                continue
-            layout = self.outcome.layout(self.graph.representative(op.name))
-            state = 0.0
-            if op.kind == "parameter" and op.requires_grad:
-                state = state_bytes(op, layout, self.outcome.links.sizes, self.outcome.optimizer)
-            ref = gradients.get(op.name)
-            gradient = 0.0
-            if ref is not None:
-                early = self.outcome.reduces_early(self.graph.representative(op.name))
-                made_in = layout if early else self.outcome.layout(self.graph.representative(ref.op), ref.index)
-                gradient = local_bytes(self.graph.meta(ref), made_in, self.outcome.links.sizes)
-            # A tied parameter is held by each stage that reads it, and so is what is gathered of it.
-            for at in {self.of[op.name], *(self.of[reader] for reader in self._readers(op.name))}:
-                p, g, s = found[at]
-                found[at] = (p + self._bytes(op), g + gradient, s + state)
-        for issued in self.outcome.messages():
-            if issued.times == 1 < self.outcome.microbatches and issued.message.op == "all_gather":
-                p, g, s = found[self.of[issued.at]]
-                found[self.of[issued.at]] = (p + issued.message.bytes, g, s)
-        return found
-
-    def _readers(self, name: str) -> Iterator[str]:
-        """Yield the operators that read a parameter, as it is or viewed or cast: a view is made where it is read."""
-        for user in self.graph.users[name]:
-            if user in parameter_like(self.graph):
-                yield from self._readers(user)
-            else:
-                yield user
-
-    def _saved(self, apart: Collection[str]) -> tuple[list[float], list[float]]:
-        """Return the bytes that each block saves for backward, and those that wait for its weight gradients `apart`.
-
-        The latter are of forward or of the input gradients.
-        """
-        saved, kept = [0.0] * len(self.paths), [0.0] * len(self.paths)
-        base = base_of(self.graph)
-        awaited = {base[ref.op, ref.index] for name in apart for ref in self.graph.by_name[name].refs}
-        for life in lives(self.graph):
-            op = self.graph.by_name[life.op]
-            meta = op.outputs[life.index]
-            if op.kind != "call" or meta is None:
-                continue
-            layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
-            held = local_bytes(meta, layout, self.outcome.links.sizes)
-            if self._is_saved(life):
-                saved[self.of[op.name]] += held
-            if (op.name, life.index) in awaited and op.name not in apart:
-                kept[self.of[op.name]] += held
-        return saved, kept
-
-    def _temporary(self) -> list[float]:
-        """Return the most that each block holds at once of what it neither saves for backward nor sums.
-
-        A gradient is there for the moment in which it is added to its sum, unless what makes it adds it.
-        """
-        steps: list[dict[int, float]] = [{} for _ in self.paths]
-        # Sums themselves are held throughout.
-        lives_of = [each for each in lives_of_step(self.graph, accumulates=True) if each.first > 0]
-        for life in lives_of:
-            op = self.graph.by_name[life.op]
-            meta = op.outputs[life.index]
-            if op.kind != "call" or meta is None or self._is_saved(life) or self._joins_stages(op):
-                continue
-            layout = self.outcome.strategy(self.graph.representative(life.op)).outputs[life.index]
-            held = local_bytes(meta, layout, self.outcome.links.sizes)
-            mine = steps[self.of[life.op]]
-            mine[life.first] = mine.get(life.first, 0.0) + held
-            mine[life.last + 1] = mine.get(life.last + 1, 0.0) - held
-        peaks = []
-        for mine in steps:
-            now = peak = 0.0
-            for at in sorted(mine):
-                now += mine[at]
-                peak = max(peak, now)
-            peaks.append(peak)
-        return peaks
-
-    def _joins_stages(self, op: Op) -> bool:
-        """Return whether an operator adds up the gradients that two blocks have of one parameter: each has its own."""
-        made = [self.of[ref.op] for ref in op.refs if self.graph.by_name[ref.op].kind == "call"]
-        return (op.name, 0) in gradients_of(self.graph) and any(at != self.of[op.name] for at in made)
-
-    def _is_saved(self, life: Life) -> bool:
-        """Return whether forward keeps a value for backward."""
-        last = self.graph.ops[life.last] if life.last < len(self.graph.ops) else None
-        return self.graph.by_name[life.op].phase == "forward" and last is not None and last.phase == "backward"
-
-    @cached_property
-    def _ends(self) -> _Ends:
-        """Return, of each block, what its rank does once a step."""
-        found = _Ends(*([0.0] * len(self.paths) for _ in _Ends._fields))
-        links = self.outcome.links
-        # Frameworks differ in whether they reduce sums behind the last micro-batch.
-        hides = links.hides_reductions or not links.flat_bytes
-        for issued in self.outcome.messages():
-            if self._is_once(issued):
-                at, taken = self.of[issued.at], links.message_s(issued.message)
-                hidable = links.hidable_s(issued.message)
-                if issued.finishes:
-                    found.reduce_s[at] += taken
-                    found.reduce_hidable_s[at] += hidable if hides else 0.0
-                else:
-                    found.gather_s[at] += taken
-                    found.gather_hidable_s[at] += 0.0 if links.flat_bytes else hidable
-        for op in self.graph.ops:
-            if op.kind == "parameter" and op.requires_grad:
-                layout = self.outcome.layout(self.graph.representative(op.name))
-                spent = optimizer_seconds(op, [layout], links.sizes, self.outcome.optimizer, links.cluster.device)
-                found.step_s[self.of[op.name]] += float(spent[0])
-        return found
-
-    def _exposed_s(self, blocks_of_rank: list[int]) -> float:
-        """Return what shows of what a rank does once a step: what its first forward or last backward does not hide."""
-        ends, units = self._ends, [self.units[at] for at in blocks_of_rank]
-        reduce_s, reduce_hidable_s, gather_s, gather_hidable_s, _ = (
-            sum(each[at] for at in blocks_of_rank) for each in ends
-        )
-        forward_s = sum(unit.forward_s for unit in units)
-        backward_s = sum(unit.input_gradient_s + unit.weight_gradient_s for unit in units)
-        return reduce_s - min(reduce_hidable_s, backward_s) + gather_s - min(gather_hidable_s, forward_s)
-
-    def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
+    def judged(self, placed: Placed, wanted: Wanted, schedule: PipelineSchedule) -> Pipelined:
         """Return a cut with its simulated timeline."""
-        costs = pipeline_costs(self.units, self.crossings.of_cut(cut, schedule), schedule, cut.first_units)
+        cut, order, places = placed.cut, placed.order, self.places
+        on_rank = [self._of_kind[places.kind_of[block]] for block in order]
+        first = self._of_kind[0]
+        edges = self._crossings.of_cut(cut, schedule, order)
+        costs = pipeline_costs(first.units, edges, schedule, cut.first_units, [each.units for each in on_rank])
         timeline = simulate(schedule, costs)
         stops = (*cut.first_units[1:], len(self.paths))
-        runs = [range(first, stop) for first, stop in zip(cut.first_units, stops, strict=True)]
-        mine: dict[int, list[int]] = defaultdict(list)
+        runs = [range(start, stop) for start, stop in zip(cut.first_units, stops, strict=True)]
+        mine: list[list[int]] = [[] for _ in range(schedule.ranks)]
         for run, rank in zip(runs, schedule.rank_of, strict=True):
             mine[rank] += run
-        step_s = self._ends.step_s
-        spent = [sum(step_s[at] for at in mine[rank]) for rank in range(schedule.ranks)]
-        finish = tuple(self._exposed_s(mine[rank]) + spent[rank] for rank in range(schedule.ranks))
-        peaks = tuple(rank.peak_bytes + reserved for rank in timeline.ranks)
-        fullest = peaks.index(max(peaks))
-        static = self._static
-        parts = [round(sum(static[at][kind] for at in mine[fullest])) for kind in range(3)]
-        temporary = max(self.units[at].temporary_bytes for at in mine[fullest])
-        activations = max(0, peaks[fullest] - reserved - sum(parts) - temporary)
+        spent = [sum(each.ends.step_s[at] for at in own) for each, own in zip(on_rank, mine, strict=True)]
+        exposed = [each.exposed_s(own) for each, own in zip(on_rank, mine, strict=True)]
+        shown = [sum(each.shown_s[at] for at in own) for each, own in zip(on_rank, mine, strict=True)]
+        reserved = [self._reserved[block] for block in order]
+        budgets = tuple(places.budgets[block] for block in order)
+        peaks = tuple(rank.peak_bytes + taken for rank, taken in zip(timeline.ranks, reserved, strict=True))
+        fullest = _fullest(peaks, budgets)
+        parts = [round(sum(first.static[at][kind] for at in mine[fullest])) for kind in range(3)]
+        temporary = max(first.units[at].temporary_bytes for at in mine[fullest])
+        activations = max(0, peaks[fullest] - reserved[fullest] - sum(parts) - temporary)
         return Pipelined(
             wanted=wanted,
             schedule=schedule,
             stages=tuple(tuple(self.paths[at] for at in run) for run in runs),
             costs=costs,
             timeline=timeline,
-            finish_s=finish,
+            finish_s=tuple(ends + step for ends, step in zip(exposed, spent, strict=True)),
             optimizer_s=max(spent),
-            communication_s=tuple(
-                schedule.microbatches * sum(self._shown_s[at] for at in mine[rank]) for rank in range(schedule.ranks)
-            ),
+            communication_s=tuple(schedule.microbatches * each for each in shown),
             rank_bytes=peaks,
             static=Memory(
                 parameters=parts[0], gradients=parts[1], optimizer=parts[2],
-                activations=activations + self.batch_bytes, temporary=temporary,
-                reserved=reserved - self.batch_bytes,
+                activations=activations + first.batch_bytes, temporary=temporary,
+                reserved=reserved[fullest] - first.batch_bytes,
             ),
+            order=order,
+            budgets=budgets,
+            devices=tuple(places.devices(block) for block in order),
         )  # fmt: skip

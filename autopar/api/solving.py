@@ -10,6 +10,7 @@ from typing import Literal
 
 from autopar.api.microbatching import require_splittable
 from autopar.api.pipelining import Pipelined, Wanted, pipelined
+from autopar.api.places import Places
 from autopar.api.wishes import Wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
@@ -29,6 +30,7 @@ from autopar.search.trials import Recompute, Trial, ways_of
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisChoices, compose
 from cost_models.cluster import ClusterSpec
+from cost_models.device import canonical_dtype
 from cost_models.errors import CostModelError
 
 WHY_NOT = {
@@ -79,6 +81,7 @@ class Solving:
     _graphs: dict[tuple[Recompute, bool], Graph] = field(init=False, default_factory=dict)
     _axes: AxisChoices = field(init=False, default_factory=dict)
     _rough: dict[Recompute, Rough] = field(init=False, default_factory=dict)
+    _places: dict[int, Places] = field(init=False, default_factory=dict)
     _splits: dict[tuple[Recompute, Wanted, int], Split] = field(init=False, default_factory=dict)
 
     def graph(self, recompute: Recompute, wishes: Wishes) -> Graph:
@@ -95,10 +98,28 @@ class Solving:
         """Return the cluster as if all its nodes were as slow as the slowest: at that pace synchronous ranks go."""
         return self.cluster.as_equal()
 
+    def budget_of(self, cluster: ClusterSpec) -> int:
+        """Return the bytes that a device of a cluster may hold."""
+        return int(cluster.memory_bytes * (1.0 - self.options.memory_margin))
+
     @property
     def budget(self) -> int:
-        """Return the bytes that a device may hold."""
-        return int(self.cluster.memory_bytes * (1.0 - self.options.memory_margin))
+        """Return the bytes that any device may hold, also the smallest."""
+        return self.budget_of(self.equal)
+
+    def mean_budget(self, depth: int) -> int:
+        """Return the bytes that the ranks of a pipeline may hold on average."""
+        return sum(self.places(depth).budgets) // depth if depth > 1 else self.budget
+
+    def places(self, depth: int) -> Places:
+        """Return the blocks of ranks that the ranks of a pipeline can be."""
+        if depth not in self._places:
+            self._places[depth] = Places(self.cluster, depth, self.budget_of, canonical_dtype(self.options.precision))
+        return self._places[depth]
+
+    def pace(self, depth: int) -> float:
+        """Return how many blocks of the slowest devices compute as much as all ranks of a pipeline."""
+        return self.places(depth).pace if depth > 1 else 1.0
 
     @property
     def optimizer(self) -> str:
@@ -110,7 +131,8 @@ class Solving:
 
         Every rank has its own reserve, of which the program's memory counts one.
         """
-        return self.budget * depth - int(self.equal.device.reserved_bytes) * (depth - 1)
+        places = self.places(depth)
+        return sum(places.budgets) - sum(places.reserved) + int(self.equal.device.reserved_bytes)
 
     def price(self, trial: Trial, wishes: Wishes) -> tuple[Links, Pricing]:
         """Return the priced table of a trial.
@@ -163,7 +185,8 @@ class Solving:
         relaxed = program.relaxed(Limits(budget, max(left_s, 0.1), seed=self.options.seed))
         if relaxed.bound_s == inf:
             return Solved(trial, Solution("infeasible", (), inf, inf), why_not=WHY_NOT["infeasible"])
-        return Waiting(trial, links, pricing, program, relaxed.bound_s / trial.depth, relaxed.free_s / trial.depth)
+        pace = self.pace(trial.depth)
+        return Waiting(trial, links, pricing, program, relaxed.bound_s / pace, relaxed.free_s / pace)
 
     def unbounded(self, trial: Trial, wishes: Wishes) -> Waiting | None:
         """Return the trial priced, without a bound; `None` if it is impossible."""
@@ -212,15 +235,16 @@ class Solving:
         """Solve with the memory of an even cut first; if that finds nothing, with the least that any cut needs."""
         trial = one.trial
         found: Solved | None = None
+        pace = self.pace(trial.depth)
         for even in (each == "even" for each in cuts):
             if even:
                 pricing = one.pricing.staged(self._split(trial, wishes, ways[0]))
                 program, budget = Ilp(pricing.table), self.budget
             else:
                 program, budget = one.program, self.budget_of_all(trial.depth)
-            solution = solve_program(program, self._limits(budget, left_s, best_s * trial.depth))
+            solution = solve_program(program, self._limits(budget, left_s, best_s * pace))
             # Only the least that any cut needs proves anything of the trial.
-            proven = one.bound_s if even else max(one.bound_s, solution.bound_s / trial.depth)
+            proven = one.bound_s if even else max(one.bound_s, solution.bound_s / pace)
             solution = replace(solution, bound_s=proven)
             if not solution.options:
                 found = self._without_plan(one, solution)
@@ -247,11 +271,12 @@ class Solving:
         The cut of a `known` pipeline is tried, too.
         """
         outcome = self.outcome(one, wishes, solution)
-        cut = pipelined(outcome, ways, self.budget, known)
+        cut = pipelined(outcome, ways, self.places(trial.depth), known)
         if isinstance(cut, NoCut):
+            budget = max(self.places(trial.depth).budgets)
             why = (
                 f"the largest of {trial.depth} pipeline ranks needs {format_bytes(cut.least_bytes)} and has "
-                f"{format_bytes(self.budget)}; smaller micro-batches (--fix microbatch=N) or more stages need less"
+                f"{format_bytes(budget)}; smaller micro-batches (--fix microbatch=N) or more stages need less"
             )
             # That no cut of these layouts fits proves nothing of others: the trial keeps its bound.
             return Solved(trial, replace(solution, status="cutoff"), why_not=why)
@@ -264,7 +289,7 @@ class Solving:
         best: Pipelined | None = None
         for wanted in ways:
             try:
-                found = pipelined(one.outcome, [wanted], self.budget)
+                found = pipelined(one.outcome, [wanted], self.places(one.trial.depth))
             except (UsageError, InfeasibleError):
                 continue
             if not isinstance(found, NoCut) and (best is None or found.step_s < best.step_s):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Op
 from autopar.ir.placement import Layout, local_shape
@@ -90,6 +90,9 @@ class Links:
     two_level: bool = False
     """Whether a collective may run level by level, where that is faster; see `cost_models.two_level`."""
 
+    formed_like: Links | None = None
+    """Prices by which it was decided how each collective runs; None: by these."""
+
     _hops: tuple[tuple[Hop, ...], ...] = field(init=False)
     _known: dict[Message, Price] = field(init=False, default_factory=dict)
     _local: dict[int, float] = field(init=False, default_factory=dict)
@@ -134,9 +137,18 @@ class Links:
     def _price_of(self, message: Message) -> Price:
         if message not in self._known:
             flat, *others = self.forms(message)
-            best = min(others, key=lambda each: each.seconds, default=flat)
-            self._known[message] = best if best.seconds < _SURE * flat.seconds else flat
+            if self.formed_like is not None:
+                form = self.formed_like.form(message)
+                best = next((each for each in others if (each.inner, each.chunks) == form), flat)
+            else:
+                best = min(others, key=lambda each: each.seconds, default=flat)
+                best = best if best.seconds < _SURE * flat.seconds else flat
+            self._known[message] = best
         return self._known[message]
+
+    def on(self, cluster: ClusterSpec) -> Links:
+        """Return the prices on another cluster of the same shape; collectives run in the forms that these have."""
+        return self if cluster is self.cluster else replace(self, cluster=cluster, formed_like=self)
 
     def forms(self, message: Message) -> Iterator[Price]:
         """Yield the price of one flat collective, then of each way to run it in two levels."""

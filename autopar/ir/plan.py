@@ -246,6 +246,12 @@ class StageEstimate:
     send_backward_s: float = 0.0
     """Of the gradients of that, from the next stage."""
 
+    memory_budget_bytes: int = 0
+    """What a device of the stage may hold; 0: as `Estimates` has it."""
+
+    devices: str = ""
+    """Those of the stage's ranks, equal ones counted: `8 x h100`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:

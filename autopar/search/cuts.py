@@ -12,7 +12,7 @@ from autopar.ir.pipeline import Edge, PipelineCosts, StageCost
 from autopar.ir.schedule import PipelineSchedule
 from autopar.search.interleaved import Bounded, least_bytes_interleaved, least_step_interleaved
 from autopar.search.neighbours import nearby
-from autopar.search.stages import Boundary, Stages, Unit, kept_bytes
+from autopar.search.stages import Assigned, Boundary, Stages, Unit, kept_bytes
 from autopar.search.threshold import Chain, least_largest, least_step
 
 
@@ -84,7 +84,18 @@ def find_cuts(
     differ from it by some units, for the simulator to decide among. Raises `UsageError` for a schedule without a closed
     form, or too few units.
     """
-    stages = Stages(units, boundaries, schedule, blocking=blocking)
+    assigned = Assigned.alike(units, boundaries, schedule)
+    return find_cuts_on(assigned, schedule, budget_bytes=budget_bytes, keep=keep, blocking=blocking)
+
+
+def find_cuts_on(
+    assigned: Assigned, schedule: PipelineSchedule, *, budget_bytes: float, keep: int = 5, blocking: bool = False
+) -> Cuts | NoCut:
+    """Return the same for ranks whose devices and links may differ.
+
+    `budget_bytes` is that of the devices that hold most. `NoCut` counts what others have less as needed.
+    """
+    stages = Stages(assigned, schedule, blocking=blocking)
     alone = stages.stages == stages.ranks
     found = _least_step(stages, budget_bytes) if alone else least_step_interleaved(stages, budget_bytes)
     if not found.cuts:
@@ -100,7 +111,7 @@ def find_cuts(
             Cut(
                 stages.first_units(cuts[each]),
                 float(scores.step_s[each]),
-                tuple(int(count) for count in scores.rank_bytes[each]),
+                tuple(int(count) for count in scores.rank_bytes[each] - stages.less_bytes),
             )
             for each in order
         ),
@@ -125,16 +136,22 @@ def even_cut(count: int, stages: int) -> tuple[int, ...]:
 
 
 def pipeline_costs(
-    units: Sequence[Unit], boundaries: Sequence[Boundary], schedule: PipelineSchedule, first_units: Sequence[int]
+    units: Sequence[Unit],
+    boundaries: Sequence[Boundary],
+    schedule: PipelineSchedule,
+    first_units: Sequence[int],
+    on_rank: Sequence[Sequence[Unit]] | None = None,
 ) -> PipelineCosts:
     """Return what the simulator reads of a cut: sums over units, and the transfers from each stage to the next.
 
     Values that pass over a stage travel through it, as part of its boundaries; what messages take from a core that
     computes is part of the computations that make and read them. Static bytes hold the temporaries of the
-    rank's largest unit, so that a simulated rank's peak is `Cut.rank_bytes`.
+    rank's largest unit, so that a simulated rank's peak is `Cut.rank_bytes`. `on_rank`: the units as each rank has
+    them, where ranks have unlike devices.
     """
     stops = (*first_units[1:], len(units))
-    runs = [units[start:stop] for start, stop in zip(first_units, stops, strict=True)]
+    own_units = [units if on_rank is None else on_rank[rank] for rank in schedule.rank_of]
+    runs = [mine[start:stop] for mine, start, stop in zip(own_units, first_units, stops, strict=True)]
     temporary = [max(unit.temporary_bytes for unit in run) for run in runs]
     edges = [boundaries[start - 1] for start in first_units[1:]]
     made = []

@@ -109,7 +109,7 @@ def least_bytes_interleaved(stages: Stages) -> tuple[float, Ints]:
         np.where(stages.exists, stages.static + np.tensordot(moments[rank][slot], saved[kind], axes=1), np.inf)
         for (rank, slot), kind in zip(stages.slots, stages.kind_of, strict=True)
     ]
-    mean = shortest(costs)[0] / stages.ranks
+    mean = shortest(costs)[0] / stages.ranks + float(stages.less_bytes.mean())
     return max(single, mean), climb(stages, cut, mean)
 
 
@@ -152,7 +152,7 @@ class _Search:
     def tighten(self) -> None:
         """Raise the bound round by round, and climb from some of the paths that it gives."""
         self._forget_long()
-        halved, stale = 1.0, 0
+        stages, halved, stale = self.stages, 1.0, 0
         for number in range(_ROUNDS):
             if self.bound_s >= self.best_s * (1 - _CLOSE):
                 return
@@ -161,6 +161,7 @@ class _Search:
                 self.bound_s = self.best_s
                 return
             bound_s = relaxed_s - float(self._price.sum()) * self.budget_bytes
+            bound_s += float(self._price.sum(axis=1) @ stages.less_bytes)
             stale = 0 if bound_s > self.bound_s else stale + 1
             self.bound_s = max(self.bound_s, bound_s)
             if stale > _PATIENCE:
@@ -221,4 +222,4 @@ class _Search:
         saved = np.array([self._saved[kind][:, k, j] for kind, k, j in zip(stages.kind_of, length, stop, strict=True)])
         held: Floats = np.einsum("rmsa,rsa->rm", stages.held, saved[stages.stages_of])
         static: Floats = stages.static[length, stop][stages.stages_of].sum(axis=1)
-        return held + static[:, None]
+        return held + (static + stages.less_bytes)[:, None]

@@ -58,6 +58,35 @@ class Boundary:
     """Whether a stage may end here."""
 
 
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """Units and boundaries as the ranks of one pipeline find them, whose devices and links may differ.
+
+    Bytes are the same on all devices: only seconds differ.
+    """
+
+    units: tuple[Sequence[Unit], ...]
+    """By kind of device."""
+
+    boundaries: tuple[Sequence[Boundary], ...]
+    """By kind of link; all allow the same places."""
+
+    device_of: tuple[int, ...]
+    """The kind of each rank's devices."""
+
+    link_of: tuple[int, ...]
+    """The kind of link over which each stage receives; of the first, any."""
+
+    less_bytes: tuple[int, ...]
+    """Of each rank, by how much its devices hold less than the budget, which is that of those that hold most."""
+
+    @classmethod
+    def alike(cls, units: Sequence[Unit], boundaries: Sequence[Boundary], schedule: PipelineSchedule) -> Assigned:
+        """Return equal devices, all joined by equal links."""
+        zeros = (0,) * schedule.ranks
+        return cls((units,), (boundaries,), zeros, (0,) * schedule.stages, zeros)
+
+
 class Scores(NamedTuple):
     """What cuts are worth, an entry or a row a cut."""
 
@@ -68,6 +97,8 @@ class Scores(NamedTuple):
     """The same if they did not: all ranks wait for the slowest of the first stages, then of the second ones."""
 
     rank_bytes: Floats
+    """What a rank's devices have less than the budget counts as held."""
+
     imbalance: Floats
     """Sum of squares of the stages' keys; decides between cuts that are else alike."""
 
@@ -79,10 +110,9 @@ class Stages:
     units before unit j. `fill` and `key` have the kind of stage before that, see `closed_forms`.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], boundaries: Sequence[Boundary], schedule: PipelineSchedule, *, blocking: bool
-    ) -> None:
+    def __init__(self, assigned: Assigned, schedule: PipelineSchedule, *, blocking: bool) -> None:
         """Raise `UsageError` where the schedule has no closed form, or there are fewer units than stages."""
+        units, boundaries = assigned.units[0], assigned.boundaries[0]
         if len(boundaries) != len(units) - 1:
             raise UsageError(f"{len(units)} units have {len(units) - 1} boundaries between them, not {len(boundaries)}")
         self.ranks, self.stages = schedule.ranks, schedule.stages
@@ -101,8 +131,8 @@ class Stages:
         self._ends = np.array([*self.firsts, len(units)])
 
         self.rank_of = np.array(schedule.rank_of)
-        self._kinds, self.kind_of = _kinds(schedule)
-        found = parts(schedule.name, self._seconds(units, boundaries, schedule, blocking))
+        self._kinds, self.kind_of = _kinds(assigned, schedule)
+        found = parts(schedule.name, self._seconds(assigned, schedule, blocking))
         self.fill: Floats = np.where(self.exists, found.fill, np.inf)
         self.key: Floats = np.where(self.exists, found.key, np.inf)
         self.group_of = np.arange(self.stages) if found.by_stage else self.rank_of
@@ -110,8 +140,8 @@ class Stages:
 
         self.by_stage = found.by_stage
         self._in_group = (self.group_of[:, None] == np.arange(self.group_of.max() + 1)).astype(np.float64)
-        self.unit_work: Floats = found.work[0, 1, 1:]
-        """Part of the key of each unit that no cut changes."""
+        self.unit_work: Floats = found.work[:, 1, 1:].min(axis=0)
+        """Part of the key of each unit that no cut changes, where its device is the fastest for it."""
 
         self.slots = [(rank, schedule.rank_of[:stage].count(rank)) for stage, rank in enumerate(schedule.rank_of)]
         """Of each stage its rank, and which of that rank's stages it is."""
@@ -126,6 +156,7 @@ class Stages:
         received = np.array([0, *(each.value_bytes for each in boundaries), 0], dtype=np.float64)
         self.received: Floats = received[self._ends][self._start]
         self.temporary = self._largest([unit.temporary_bytes for unit in units])
+        self.less_bytes = np.array(assigned.less_bytes, dtype=np.float64)
 
     def first_units(self, cut: Ints) -> tuple[int, ...]:
         """Return the first of the caller's units in each stage."""
@@ -151,7 +182,7 @@ class Stages:
         rank, slot = self.slots[stage]
         moments = np.unique(self.held[rank, :, slot], axis=0)
         most = np.tensordot(moments, self.saved(int(self.kind_of[stage])), axes=1).max(axis=0)
-        return np.where(self.exists, self.static + most + self.temporary, np.inf)
+        return np.where(self.exists, self.static + most + self.temporary + self.less_bytes[rank], np.inf)
 
     def _rank_bytes(self, length: Ints, stop: Ints) -> Floats:
         """Return [cut, rank]."""
@@ -163,7 +194,7 @@ class Stages:
         most = np.matmul(by_rank, held).max(axis=2).T
         static, temporary = self.static[length, stop], self.temporary[length, stop]
         rank_bytes: Floats = most + static[:, self.stages_of].sum(axis=2) + temporary[:, self.stages_of].max(axis=2)
-        return rank_bytes
+        return rank_bytes + self.less_bytes
 
     def _sums(self, values: Sequence[float] | Floats) -> Floats:
         total = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])[self._ends]
@@ -177,31 +208,46 @@ class Stages:
             largest[k] = np.maximum(largest[k - 1], single[np.minimum(self._start[k], self.units - 1)])
         return largest
 
-    def _seconds(
-        self, units: Sequence[Unit], boundaries: Sequence[Boundary], schedule: PipelineSchedule, blocking: bool
-    ) -> Seconds:
-        own = np.array([(each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in units])
-        crossing = np.array([(0.0, 0.0), *((each.forward_s, each.backward_s) for each in boundaries), (0.0, 0.0)])
-        whole = own.sum() + crossing.sum()
-        if whole > 0:
-            quantum = 2.0 ** (np.ceil(np.log2(whole)) - _RESOLUTION_BITS)
-            own, crossing = np.rint(own / quantum) * quantum, np.rint(crossing / quantum) * quantum
-        crossing = crossing[self._ends]
+    def _seconds(self, assigned: Assigned, schedule: PipelineSchedule, blocking: bool) -> Seconds:
+        none = (0.0, 0.0)
+        own, crossing = _rounded(
+            np.array(
+                [[(u.forward_s, u.input_gradient_s, u.weight_gradient_s) for u in each] for each in assigned.units]
+            ),
+            np.array([[none, *((b.forward_s, b.backward_s) for b in each), none] for each in assigned.boundaries]),
+        )
+        crossing = crossing[:, self._ends]
+        # Of equal devices, one array stands for all kinds of stages.
+        devices = [kind.device for kind in self._kinds] if len(own) > 1 else [0]
+        ahead = crossing[[kind.ahead for kind in self._kinds]][:, self._start]
+        behind = crossing[[kind.behind for kind in self._kinds]]
         receives = np.array([kind.receives for kind in self._kinds], dtype=np.float64)[:, None, None]
         sends = np.array([kind.sends for kind in self._kinds], dtype=np.float64)[:, None, None]
+        forward, input_gradient, weight_gradient = (
+            np.stack([self._sums(own[device, :, part]) for device in devices]) for part in range(3)
+        )
         return Seconds(
             ranks=self.ranks,
             interleave=self.stages // self.ranks,
             microbatches=schedule.microbatches,
             blocking=blocking,
-            forward=self._sums(own[:, 0])[None],
-            input_gradient=self._sums(own[:, 1])[None],
-            weight_gradient=self._sums(own[:, 2])[None],
-            received_forward=receives * crossing[self._start, 0],
-            received_backward=receives * crossing[self._start, 1],
-            sent_forward=sends * crossing[None, None, :, 0],
+            forward=forward,
+            input_gradient=input_gradient,
+            weight_gradient=weight_gradient,
+            received_forward=receives * ahead[..., 0],
+            received_backward=receives * ahead[..., 1],
+            sent_forward=sends * behind[:, None, :, 0],
             fills=np.array([kind.fills for kind in self._kinds], dtype=np.float64)[:, None, None],
         )
+
+
+def _rounded(own: Floats, crossing: Floats) -> tuple[Floats, Floats]:
+    """Return seconds of units and transfers, by kind, rounded such that their sums are exact."""
+    whole = own.sum(axis=(1, 2)).max() + crossing.sum(axis=(1, 2)).max()
+    if whole <= 0:
+        return own, crossing
+    quantum = 2.0 ** (np.ceil(np.log2(whole)) - _RESOLUTION_BITS)
+    return np.rint(own / quantum) * quantum, np.rint(crossing / quantum) * quantum
 
 
 def kept_bytes(unit: Unit) -> int:
@@ -219,18 +265,30 @@ class _Kind(NamedTuple):
     fills: bool
     """Whether it is ahead of the last rank's first stage, where ranks have several."""
 
+    device: int
+    ahead: int
+    """The link that it receives over; 0 where it receives nothing."""
 
-def _kinds(schedule: PipelineSchedule) -> tuple[list[_Kind], Ints]:
+    behind: int
+    """The link that it sends over; 0 where it sends nothing."""
+
+
+def _kinds(assigned: Assigned, schedule: PipelineSchedule) -> tuple[list[_Kind], Ints]:
     """Return the kinds that there are, and which each stage is: few, so that runs are priced for few."""
     rank_of, last = schedule.rank_of, schedule.stages - 1
-    each = [
-        _Kind(
-            receives=stage == 0 or rank_of[stage - 1] != rank_of[stage],
-            sends=stage == last or rank_of[stage + 1] != rank_of[stage],
+    each = []
+    for stage, rank in enumerate(rank_of):
+        receives = stage > 0 and rank_of[stage - 1] != rank
+        sends = stage < last and rank_of[stage + 1] != rank
+        kind = _Kind(
+            receives=receives or stage == 0,
+            sends=sends or stage == last,
             fills=schedule.stages > schedule.ranks and stage < schedule.ranks - 1,
+            device=assigned.device_of[rank],
+            ahead=assigned.link_of[stage] if receives else 0,
+            behind=assigned.link_of[stage + 1] if sends else 0,
         )
-        for stage in range(schedule.stages)
-    ]
+        each.append(kind)
     kinds = sorted(set(each))
     return kinds, np.array([kinds.index(kind) for kind in each])
 

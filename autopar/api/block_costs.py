@@ -1,0 +1,243 @@
+"""What each block of a solved program costs as part of a pipeline stage: seconds and bytes of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from autopar.costs.issued import Issued
+from autopar.costs.liveness import Life, base_of, gradients_of, lives, lives_of_step, local_bytes
+from autopar.costs.optimizer import optimizer_seconds, state_bytes
+from autopar.costs.outcome import Outcome
+from autopar.ir.graph import Op
+from autopar.ir.roles import is_view, parameter_like
+from autopar.ir.weight_gradients import weight_gradients
+from autopar.search.stages import Unit
+
+
+class Ends(NamedTuple):
+    """Seconds of what each block's rank does once a step, and what could hide of them."""
+
+    reduce_s: list[float]
+    reduce_hidable_s: list[float]
+    gather_s: list[float]
+    gather_hidable_s: list[float]
+    step_s: list[float]
+    """The optimizer's."""
+
+
+@dataclass
+class BlockCosts:
+    """The blocks of a program, priced for one micro-batch on one stage's mesh."""
+
+    outcome: Outcome
+    paths: list[str]
+    of: Mapping[str, int]
+    """The block of every operator."""
+
+    def __post_init__(self) -> None:
+        self.graph = self.outcome.graph
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Return what each block costs."""
+        count = len(self.paths)
+        seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
+        behind = {part: [0.0] * count for part in seconds}
+        apart = weight_gradients(self.graph, self.of)
+        temporary = self._temporary()
+        known: dict[str, float] = {}
+        launched = {part: [0] * count for part in seconds}
+        for op in self.graph.ops:
+            rep = self.graph.representative(op.name)
+            if rep not in known:
+                known[rep] = self.outcome.seconds(rep)
+            part: str = "weights" if op.name in apart else op.phase
+            seconds[part][self.of[op.name]] += known[rep]
+            launched[part][self.of[op.name]] += op.kind == "call" and not is_view(op)
+        for issued in self.outcome.messages():
+            if not self._is_once(issued):
+                late = bool(issued.readers) and apart.issuperset(issued.readers)
+                part = "weights" if late else issued.phase
+                hidden = self._hidden_s(issued)
+                seconds[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
+                behind[part][self.of[issued.at]] += hidden
+        device = self.outcome.links.cluster.device
+        for part, found in seconds.items():
+            # A block's gathers run behind the block before it, which is about as long; the host runs ahead of both.
+            busy = map(max, found, behind[part])
+            seconds[part] = [device.with_host_s(*each) for each in zip(busy, launched[part], strict=True)]
+        static = self.static
+        saved, kept = self._saved(apart)
+        return [
+            Unit(
+                forward_s=seconds["forward"][at],
+                input_gradient_s=seconds["backward"][at],
+                weight_gradient_s=seconds["weights"][at],
+                static_bytes=round(sum(static[at])),
+                activation_bytes=round(saved[at]),
+                kept_bytes=round(kept[at]),
+                temporary_bytes=round(temporary[at]),
+            )
+            for at in range(count)
+        ]
+
+    @cached_property
+    def shown_s(self) -> list[float]:
+        """Return, of each block, what shows of the collectives of one micro-batch; its seconds have them too."""
+        found = [0.0] * len(self.paths)
+        for issued in self.outcome.messages():
+            if not self._is_once(issued):
+                found[self.of[issued.at]] += self.outcome.links.message_s(issued.message) - self._hidden_s(issued)
+        return found
+
+    def _hidden_s(self, issued: Issued) -> float:
+        """Return the part of a collective that computation runs behind, as the costs of the whole program have it."""
+        return self.outcome.links.hidable_s(issued.message) if issued.overlapped else 0.0
+
+    def _is_once(self, issued: Issued) -> bool:
+        """Return whether a collective runs once a step, not for each micro-batch."""
+        return issued.finishes or issued.times < self.outcome.microbatches
+
+    def _bytes(self, op: Op) -> float:
+        strategy = self.outcome.strategy(self.graph.representative(op.name))
+        return sum(
+            local_bytes(meta, layout, self.outcome.links.sizes)
+            for meta, layout in zip(op.outputs, strategy.outputs, strict=True)
+            if meta is not None
+        )
+
+    @property
+    def batch_bytes(self) -> int:
+        """Return the bytes of a rank's part of the batch, which the caller holds on every stage."""
+        return round(sum(self._bytes(op) for op in self.graph.ops if op.kind == "input"))
+
+    @cached_property
+    def static(self) -> list[tuple[float, float, float]]:
+        """Return the bytes of parameters, gradients and optimizer state of each block."""
+        found = [(0.0, 0.0, 0.0)] * len(self.paths)
+        gradients = {o.name: o.ref for o in self.graph.outputs if o.kind == "gradient" and o.ref is not None}
+        for op in self.graph.ops:
+            if op.kind not in {"parameter", "buffer"}:
+                continue
+            layout = self.outcome.layout(self.graph.representative(op.name))
+            state = 0.0
+            if op.kind == "parameter" and op.requires_grad:
+                state = state_bytes(op, layout, self.outcome.links.sizes, self.outcome.optimizer)
+            ref = gradients.get(op.name)
+            gradient = 0.0
+            if ref is not None:
+                early = self.outcome.reduces_early(self.graph.representative(op.name))
+                made_in = layout if early else self.outcome.layout(self.graph.representative(ref.op), ref.index)
+                gradient = local_bytes(self.graph.meta(ref), made_in, self.outcome.links.sizes)
+            # A tied parameter is held by each stage that reads it, and so is what is gathered of it.
+            for at in {self.of[op.name], *(self.of[reader] for reader in self._readers(op.name))}:
+                p, g, s = found[at]
+                found[at] = (p + self._bytes(op), g + gradient, s + state)
+        for issued in self.outcome.messages():
+            if issued.times == 1 < self.outcome.microbatches and issued.message.op == "all_gather":
+                p, g, s = found[self.of[issued.at]]
+                found[self.of[issued.at]] = (p + issued.message.bytes, g, s)
+        return found
+
+    def _readers(self, name: str) -> Iterator[str]:
+        """Yield the operators that read a parameter, as it is or viewed or cast: a view is made where it is read."""
+        for user in self.graph.users[name]:
+            if user in parameter_like(self.graph):
+                yield from self._readers(user)
+            else:
+                yield user
+
+    def _saved(self, apart: Collection[str]) -> tuple[list[float], list[float]]:
+        """Return the bytes that each block saves for backward, and those that wait for its weight gradients `apart`.
+
+        The latter are of forward or of the input gradients.
+        """
+        saved, kept = [0.0] * len(self.paths), [0.0] * len(self.paths)
+        base = base_of(self.graph)
+        awaited = {base[ref.op, ref.index] for name in apart for ref in self.graph.by_name[name].refs}
+        for life in lives(self.graph):
+            op = self.graph.by_name[life.op]
+            meta = op.outputs[life.index]
+            if op.kind != "call" or meta is None:
+                continue
+            layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
+            held = local_bytes(meta, layout, self.outcome.links.sizes)
+            if self._is_saved(life):
+                saved[self.of[op.name]] += held
+            if (op.name, life.index) in awaited and op.name not in apart:
+                kept[self.of[op.name]] += held
+        return saved, kept
+
+    def _temporary(self) -> list[float]:
+        """Return the most that each block holds at once of what it neither saves for backward nor sums.
+
+        A gradient is there for the moment in which it is added to its sum, unless what makes it adds it.
+        """
+        steps: list[dict[int, float]] = [{} for _ in self.paths]
+        # Sums themselves are held throughout.
+        lives_of = [each for each in lives_of_step(self.graph, accumulates=True) if each.first > 0]
+        for life in lives_of:
+            op = self.graph.by_name[life.op]
+            meta = op.outputs[life.index]
+            if op.kind != "call" or meta is None or self._is_saved(life) or self._joins_stages(op):
+                continue
+            layout = self.outcome.strategy(self.graph.representative(life.op)).outputs[life.index]
+            held = local_bytes(meta, layout, self.outcome.links.sizes)
+            mine = steps[self.of[life.op]]
+            mine[life.first] = mine.get(life.first, 0.0) + held
+            mine[life.last + 1] = mine.get(life.last + 1, 0.0) - held
+        peaks = []
+        for mine in steps:
+            now = peak = 0.0
+            for at in sorted(mine):
+                now += mine[at]
+                peak = max(peak, now)
+            peaks.append(peak)
+        return peaks
+
+    def _joins_stages(self, op: Op) -> bool:
+        """Return whether an operator adds up the gradients that two blocks have of one parameter: each has its own."""
+        made = [self.of[ref.op] for ref in op.refs if self.graph.by_name[ref.op].kind == "call"]
+        return (op.name, 0) in gradients_of(self.graph) and any(at != self.of[op.name] for at in made)
+
+    def _is_saved(self, life: Life) -> bool:
+        """Return whether forward keeps a value for backward."""
+        last = self.graph.ops[life.last] if life.last < len(self.graph.ops) else None
+        return self.graph.by_name[life.op].phase == "forward" and last is not None and last.phase == "backward"
+
+    @cached_property
+    def ends(self) -> Ends:
+        """Return, of each block, what its rank does once a step."""
+        found = Ends(*([0.0] * len(self.paths) for _ in Ends._fields))
+        links = self.outcome.links
+        # Frameworks differ in whether they reduce sums behind the last micro-batch.
+        hides = links.hides_reductions or not links.flat_bytes
+        for issued in self.outcome.messages():
+            if self._is_once(issued):
+                at, taken = self.of[issued.at], links.message_s(issued.message)
+                hidable = links.hidable_s(issued.message)
+                if issued.finishes:
+                    found.reduce_s[at] += taken
+                    found.reduce_hidable_s[at] += hidable if hides else 0.0
+                else:
+                    found.gather_s[at] += taken
+                    found.gather_hidable_s[at] += 0.0 if links.flat_bytes else hidable
+        for op in self.graph.ops:
+            if op.kind == "parameter" and op.requires_grad:
+                layout = self.outcome.layout(self.graph.representative(op.name))
+                spent = optimizer_seconds(op, [layout], links.sizes, self.outcome.optimizer, links.cluster.device)
+                found.step_s[self.of[op.name]] += float(spent[0])
+        return found
+
+    def exposed_s(self, blocks_of_rank: list[int]) -> float:
+        """Return what shows of what a rank does once a step: what its first forward or last backward does not hide."""
+        ends, units = self.ends, [self.units[at] for at in blocks_of_rank]
+        reduce_s, reduce_hidable_s, gather_s, gather_hidable_s, _ = (
+            sum(each[at] for at in blocks_of_rank) for each in ends
+        )
+        forward_s = sum(unit.forward_s for unit in units)
+        backward_s = sum(unit.input_gradient_s + unit.weight_gradient_s for unit in units)
+        return reduce_s - min(reduce_hidable_s, backward_s) + gather_s - min(gather_hidable_s, forward_s)
