@@ -16,7 +16,7 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.api import Cluster, captured_for, plan_captured, plan_model, read_cluster
 from autopar.api.planning import Planner, Program
-from autopar.api.staging import Budget, depth, evaluated, is_staged, staged_program
+from autopar.api.staging import Budget, blocks, depth, evaluated, is_staged, staged_program
 from autopar.api.stale import require_fresh
 from autopar.capture import Captured, batch_size
 from autopar.capture.recompute import recomputed
@@ -179,7 +179,7 @@ class Job:
             self._split = batch_axes(captured.graph, squeezed)
         pipeline = None
         if is_staged(squeezed):
-            pipeline = PipelineRanks.of(squeezed.mesh, depth(squeezed), self.ranks, squeezed.levels)
+            pipeline = PipelineRanks.of(squeezed.mesh, depth(squeezed), self.ranks, squeezed.levels, blocks(squeezed))
         names = None
         if pipeline is not None and pipeline.depth > 1:
             names = self._names_here(pipeline, training, captured)
@@ -277,7 +277,7 @@ class Job:
                     self.ranks.rank,
                     split=self._split,
                     device=self.ranks.device.type,
-                    budget=_budget(plan) if training and grad else None,
+                    budget=_budget(plan, self.ranks.rank) if training and grad else None,
                 )
             programs = rewrite(
                 captured.joint,
@@ -323,10 +323,13 @@ class Job:
         return shared
 
 
-def _budget(plan: Plan) -> Budget:
+def _budget(plan: Plan, rank: int) -> Budget:
     """Return what a rank may hold by the plan."""
     estimates = plan.estimates
-    return Budget(estimates.memory_budget_bytes, estimates.memory.reserved, plan.workload.optimizer)
+    mine = {stage.index for stage in plan.decisions.stages if rank in stage.ranks}
+    of_stage = [each.memory_budget_bytes for each in estimates.per_stage if each.index in mine]
+    budget_bytes = max(of_stage, default=0) or estimates.memory_budget_bytes
+    return Budget(budget_bytes, estimates.memory.reserved, plan.workload.optimizer)
 
 
 def _as_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -92,6 +92,12 @@ class Pipelined:
         """Return whether no rank holds more than it may."""
         return all(held <= budget for held, budget in zip(self.rank_bytes, self.budgets, strict=True))
 
+    @property
+    def _compute_source(self) -> dict[str, str]:
+        """Return what computation is priced by, where that is not one device for all stages."""
+        kinds = list(dict.fromkeys(self.devices))
+        return {"compute_s": f"cost_models.compute: roofline of {'; '.join(kinds)}"} if len(kinds) > 1 else {}
+
     def decisions(self, found: Decisions, homes: Mapping[str, int], graph: Graph) -> Decisions:
         """Return the decisions of one stage's mesh with the stages; `homes` is the stage of every operator."""
         width = found.mesh.world_size
@@ -157,7 +163,11 @@ class Pipelined:
                     zip(self.schedule.rank_of, self.costs.stages, (*self.costs.edges, None), strict=True)
                 )
             ),
-            sources={**whole.sources, "bubble_s": "autopar.simulate: timeline of the schedule on the stages' costs"},
+            sources={
+                **whole.sources,
+                **self._compute_source,
+                "bubble_s": "autopar.simulate: timeline of the schedule on the stages' costs",
+            },
         )
 
 

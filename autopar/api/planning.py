@@ -318,7 +318,8 @@ class Planner:
         estimates = replace(estimates, mfu=estimates.mfu * peak_share(self.cluster, PEAK_DTYPE[options.precision]))
         fastest = replace(self._solving.equal.device, peak_flops=strongest_peaks(self.cluster.devices))
         floor = least_seconds(graph, fastest, prod(mesh.sizes) * best.trial.depth)
-        solver = _solver(best, solved, seconds, options, floor)
+        unlike = not self.cluster.is_homogeneous
+        solver = _solver(best, solved, seconds, options, floor, unlike=unlike)
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
@@ -379,9 +380,16 @@ def _thrift(one: Solved) -> tuple[bool, int]:
     return one.trial.recompute == "full", one.trial.microbatches
 
 
-def _solver(best: Solved, solved: Sequence[Solved], seconds: float, options: PlanOptions, floor_s: float) -> Solver:
-    """Return the proof: no candidate can be faster than the least of their bounds, and none than `floor_s`."""
-    bounds = [one.solution.bound_s for one in solved if one.solution.status != "infeasible"]
+def _solver(
+    best: Solved, solved: Sequence[Solved], seconds: float, options: PlanOptions, floor_s: float, *, unlike: bool
+) -> Solver:
+    """Return the proof: no candidate can be faster than the least of their bounds, and none than `floor_s`.
+
+    On unlike devices bounds of pipelines hold for devices that are faster in the same measure at everything, which is
+    no proof; `floor_s` is.
+    """
+    open_ = (one for one in solved if one.solution.status != "infeasible")
+    bounds = [0.0 if unlike and one.trial.depth > 1 else one.solution.bound_s for one in open_]
     bound = min(best.step_s, max(floor_s, min(bounds, default=inf)))
     gap = (best.step_s - bound) / best.step_s if best.step_s else 0.0
     stopped = any(one.solution.status == "time_limit" for one in solved)

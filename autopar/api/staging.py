@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from math import prod
 
 from autopar.capture import Captured
 from autopar.costs.liveness import local_bytes
@@ -32,6 +31,14 @@ def is_staged(decisions: Decisions) -> bool:
 def depth(decisions: Decisions) -> int:
     """Return how many pipeline ranks there are: meshes that hold different stages."""
     return max(1, len({stage.ranks for stage in decisions.stages}))
+
+
+def blocks(decisions: Decisions) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each pipeline rank, which share its stages; without stages, all of them."""
+    if depth(decisions) == 1:
+        return (tuple(range(decisions.mesh.world_size)),)
+    ranks = dict(zip(schedule_of(decisions).rank_of, (stage.ranks for stage in decisions.stages), strict=True))
+    return tuple(ranks[index] for index in sorted(ranks))
 
 
 def evaluated(found: Decisions, planned: Decisions) -> Decisions:
@@ -81,8 +88,7 @@ def staged_program(
     """
     graph, decisions = captured.graph, squeeze(decisions)
     mesh, schedule = decisions.mesh, schedule_of(decisions)
-    width = prod(mesh.sizes)
-    index, inner = divmod(rank, width)
+    index, inner = next((at, each.index(rank)) for at, each in enumerate(blocks(decisions)) if rank in each)
     if len(decisions.stages) > 1:
         homes = stage_of(graph, [stage.blocks for stage in decisions.stages])
     else:

@@ -8,7 +8,7 @@ from autopar.errors import UsageError
 from autopar.figures import format_bytes, format_degrees, format_seconds
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Collective, Plan
-from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, edges_into, layout_text, summary
+from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, edges_into, has_unlike_stages, layout_text, summary
 from autopar.suggest import did_you_mean
 
 
@@ -66,6 +66,17 @@ def _whole(plan: Plan) -> Iterator[str]:
     held = (f"{name} {format_bytes(getattr(estimates.memory, name))}" for name in MEMORY_PARTS)
     yield f"  peak {format_bytes(estimates.peak_memory_bytes)} = {' + '.join(held)}"
     yield from (f"  {name}: {source}" for name, source in estimates.sources.items())
+    if has_unlike_stages(plan):
+        yield ""
+        yield "devices of the stages:"
+        ranks = {stage.index: stage.ranks for stage in plan.decisions.stages}
+        for found in estimates.per_stage:
+            own = ranks[found.index]
+            yield (
+                f"  stage {found.index}: {found.devices}, ranks {own[0]} to {own[-1]}; busy "
+                f"{format_seconds(found.step_time_s)}, peak {format_bytes(found.peak_memory_bytes)} of "
+                f"{format_bytes(found.memory_budget_bytes)}"
+            )
 
 
 def _parameter(plan: Plan, name: str) -> Iterator[str]:

@@ -27,6 +27,11 @@ MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporar
 """What a device's memory holds: fields of `Memory`."""
 
 
+def has_unlike_stages(plan: Plan) -> bool:
+    """Return whether stages run on unlike devices."""
+    return len({each.devices for each in plan.estimates.per_stage}) > 1
+
+
 def summary(plan: Plan) -> str:
     """Return one line with degrees, step time, peak memory, MFU and gap."""
     estimates, solver = plan.estimates, plan.solver

@@ -13,7 +13,15 @@ from rich.text import Text
 from autopar.figures import format_bytes, format_degrees, format_seconds
 from autopar.ir.plan import Collective, Plan
 from autopar.ir.timeline import Timeline
-from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, costly_operators, layout_text, parameter_groups, summary
+from autopar.report.outline import (
+    MEMORY_PARTS,
+    TIME_PARTS,
+    costly_operators,
+    has_unlike_stages,
+    layout_text,
+    parameter_groups,
+    summary,
+)
 from autopar.report.schedule_picture import schedule_picture
 
 _NAMED = 4
@@ -64,7 +72,7 @@ def _print(plan: Plan, console: Console, timeline: Timeline | None) -> None:
         if found:
             console.print()
             console.print(_table(title, heads, found))
-        if timeline is not None and heads == _STAGE_HEADS:
+        if timeline is not None and heads[0] == _STAGE_HEADS[0]:
             console.print(Text(f"\n{schedule_picture(timeline, console.width - _MARGIN)}", end=""), soft_wrap=True)
     for warning in plan.warnings:
         place = f" ({warning.location})" if warning.location else ""
@@ -89,7 +97,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, Row, Iterable[Row]]]:
     axes = plan.decisions.mesh.axes
     names = " ".join(plan.decisions.mesh.names)
     yield "mesh", ("axis", ">size", "level"), ((axis.name, str(axis.size), axis.level) for axis in axes)
-    yield f"stages ({plan.decisions.schedule.name})", _STAGE_HEADS, _stage_rows(plan)
+    heads = ("stage", "ranks", "devices", *_STAGE_HEADS[2:]) if has_unlike_stages(plan) else _STAGE_HEADS
+    yield f"stages ({plan.decisions.schedule.name})", heads, _stage_rows(plan)
     yield "recomputation in backward", ("way", ">blocks", "which"), _recompute_rows(plan)
     yield "time of a step", ("part", ">seconds", ">share"), _time_rows(plan)
     yield "memory of a device", ("part", ">bytes", ">share"), _memory_rows(plan)
@@ -121,7 +130,8 @@ def _stage_rows(plan: Plan) -> Iterator[Row]:
         if found:
             parts = (found.forward_s, found.input_gradient_s, found.weight_gradient_s, found.step_time_s)
             figures = [*map(format_seconds, parts), format_bytes(found.peak_memory_bytes)]
-        yield str(stage.index), shown[0], shown[-1], *figures
+        devices = (found.devices,) if found and has_unlike_stages(plan) else ()
+        yield str(stage.index), shown[0], *devices, shown[-1], *figures
 
 
 def _recompute_rows(plan: Plan) -> Iterator[Row]:

@@ -229,8 +229,8 @@ def compiled(
     copied.__dict__[_ELSEWHERE] = dropped
     if runner.pipeline is not None and runner.pipeline.depth > 1:
         told = runner.ranks.gather([name for name, _ in copied.named_parameters()])
-        before = told[: runner.pipeline.index * runner.pipeline.width]
-        runner.held_before = frozenset(name for names in before for name in names)
+        before = (rank for block in runner.pipeline.blocks[: runner.pipeline.index] for rank in block)
+        runner.held_before = frozenset(name for rank in before for name in told[rank])
     return copied
 
 

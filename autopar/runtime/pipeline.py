@@ -144,7 +144,7 @@ class StagedBound:
         own = {name for stage in self._ways[max(self._ways)].stages.values() for name in stage.trained}
         made = {e.name for stage in staged.stages.values() for e in stage.gives if e.kind == "output"}
         told = pipeline.ranks.gather((made, own, any(map(_draws, _graphs(program)))))
-        makers = {name: rank // pipeline.width for rank, (names, _, _) in enumerate(told) for name in sorted(names)}
+        makers = {name: pipeline.holder(rank) for rank, (names, _, _) in enumerate(told) for name in sorted(names)}
         lost = [name for name, _ in staged.outputs if name not in makers]
         if lost:
             raise RuntimeError(f"no stage makes the outputs {lost}: a fault of this compiler")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,21 +18,24 @@ from autopar.runtime.ranks import Groups, Ranks, level_groups
 
 @dataclass(frozen=True)
 class PipelineRanks:
-    """One rank's place in a pipeline of `depth` ranks, each of which is a mesh of `width` real ranks.
-
-    Real rank = pipeline rank * width + rank in the mesh.
-    """
+    """One rank's place in a pipeline of `depth` ranks, each of which is a mesh of `width` real ranks."""
 
     ranks: Ranks
     depth: int
     groups: Groups
     """Of the mesh that this rank is in."""
 
+    blocks: tuple[tuple[int, ...], ...] = ((0,),)
+    """The real ranks of each pipeline rank, in the order of its mesh."""
+
+    index: int = 0
+    """This rank's number in the pipeline."""
+
     messages: Any = None
     """Group of all ranks for what stages send one another; `None` if there is one pipeline rank."""
 
     line: Any = None
-    """Group of the ranks with this one's place in their meshes, in the pipeline's order; or `None`."""
+    """Group of the ranks with this one's place in their meshes; or `None`."""
 
     meshes: tuple[Any, ...] = ()
     """torch's DeviceMesh of each pipeline rank; empty if there is one."""
@@ -44,27 +47,37 @@ class PipelineRanks:
     _met: set[tuple[int, int]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, mesh: Mesh, depth: int, ranks: Ranks, levels: Collection[tuple[str, int]] = ()) -> PipelineRanks:
+    def of(
+        cls,
+        mesh: Mesh,
+        depth: int,
+        ranks: Ranks,
+        levels: Collection[tuple[str, int]] = (),
+        blocks: Sequence[Sequence[int]] = (),
+    ) -> PipelineRanks:
         """Return the place of this rank in a pipeline of equal meshes without axes of size 1; all ranks must call this.
 
-        `levels` as for `Groups.of`.
+        `levels` as for `Groups.of`; `blocks` are the real ranks of each pipeline rank, without them one mesh behind
+        the other.
 
         Raises:
             StalePlanError: there are not as many ranks as pipeline and mesh have.
         """
         if depth == 1:
-            return cls(ranks, 1, Groups.of(mesh, ranks, levels=levels))
+            return cls(ranks, 1, Groups.of(mesh, ranks, levels=levels), (tuple(range(mesh.world_size)),))
         width = mesh.world_size
         if depth * width != ranks.world_size:
             raise world_size_differs(depth * width, ranks.world_size, f"pp={depth} x {mesh}".removesuffix(" x "))
-        index, inner = divmod(ranks.rank, width)
-        meshes = tuple(_device_mesh(ranks.device.type, mesh, at * width) for at in range(depth))
+        own = tuple(map(tuple, blocks)) or tuple(tuple(range(at * width, (at + 1) * width)) for at in range(depth))
+        index, inner = next((at, each.index(ranks.rank)) for at, each in enumerate(own) if ranks.rank in each)
+        meshes = tuple(_device_mesh(ranks.device.type, mesh, each) for each in own)
         names = {name: meshes[index].get_group(name).group_name for name in mesh.names}
-        names |= level_groups(mesh, ranks, levels, range(0, depth * width, width))
+        names |= level_groups(mesh, ranks, levels, own)
         groups = Groups(mesh, meshes[index] if mesh.axes else None, names, inner)
         messages = dist.new_group(timeout=group_timeout(ranks.device))
-        lines = [_group(range(at, depth * width, width), ranks) for at in range(width)]
-        return cls(ranks, depth, groups, messages, lines[inner], meshes, not is_gloo(ranks.device.type))
+        lines = [_group((each[at] for each in own), ranks) for at in range(width)]
+        ordered = not is_gloo(ranks.device.type)
+        return cls(ranks, depth, groups, own, index, messages, lines[inner], meshes, ordered)
 
     @property
     def name(self) -> str:
@@ -76,14 +89,13 @@ class PipelineRanks:
         """Return the number of real ranks that share each stage."""
         return self.groups.mesh.world_size
 
-    @property
-    def index(self) -> int:
-        """Return this rank's number in the pipeline."""
-        return self.ranks.rank // self.width
-
     def rank_at(self, index: int) -> int:
         """Return the real rank on pipeline rank `index` that has this one's place in its mesh."""
-        return index * self.width + self.ranks.rank % self.width
+        return self.blocks[index][self.groups.rank]
+
+    def holder(self, rank: int) -> int:
+        """Return the pipeline rank that a real rank belongs to."""
+        return next(at for at, each in enumerate(self.blocks) if rank in each)
 
     def shared_by(self, indices: Iterable[int]) -> Any:
         """Return the group of this rank and those with its place on some pipeline ranks; all ranks must call this.
@@ -94,7 +106,7 @@ class PipelineRanks:
         if len(wanted) < 2:
             return None
         if wanted not in self._shared:
-            made = [_group([at * self.width + i for at in wanted], self.ranks) for i in range(self.width)]
+            made = [_group([self.blocks[at][i] for at in wanted], self.ranks) for i in range(self.width)]
             self._shared[wanted] = made[self.groups.rank] if self.index in wanted else None
         return self._shared[wanted]
 
@@ -116,12 +128,12 @@ class PipelineRanks:
                 dist.recv(byte, peer, group=self.messages)
 
 
-def _device_mesh(kind: str, mesh: Mesh, first: int) -> Any:
-    """Return the DeviceMesh of the real ranks from `first` on; a rank alone is a mesh of one axis."""
+def _device_mesh(kind: str, mesh: Mesh, block: Sequence[int]) -> Any:
+    """Return the DeviceMesh of the real ranks of a block; a rank alone is a mesh of one axis."""
     from torch.distributed.device_mesh import DeviceMesh
 
     sizes, names = (mesh.sizes, mesh.names) if mesh.axes else ((1,), ("stage",))
-    members = torch.arange(first, first + mesh.world_size).reshape(sizes)
+    members = torch.tensor(block).reshape(sizes)
     override = ((one_thread_backend(), None),) * len(sizes) if is_gloo(kind) else None
     return DeviceMesh(kind, members, mesh_dim_names=names, backend_override=override)
 

@@ -148,16 +148,16 @@ class Groups:
 
 
 def level_groups(
-    mesh: Mesh, ranks: Ranks, levels: Collection[tuple[str, int]], firsts: Iterable[int] = (0,)
+    mesh: Mesh, ranks: Ranks, levels: Collection[tuple[str, int]], blocks: Sequence[Sequence[int]] = ()
 ) -> dict[str, str]:
     """Return this rank's groups inside and across the runs of neighbours of some streams, by `level_name`.
 
-    There is a mesh at each of the ranks `firsts`; all ranks must call this.
+    There is a mesh on each block of ranks, without blocks one on the first ranks; all ranks must call this.
     """
     own = one_thread_backend() if is_gloo(ranks.device.type) else None
-    starts, names = tuple(firsts), {}
+    meshes, names = blocks or (range(mesh.world_size),), {}
     for stream, inner in sorted(set(levels)):
-        lines = [[first + rank for rank in line] for first in starts for line in _lines(mesh, axis_of(stream))]
+        lines = [[block[rank] for rank in line] for block in meshes for line in _lines(mesh, axis_of(stream))]
         parts = [line[at : at + inner] for line in lines for at in range(0, len(line), inner)]
         across = [line[at::inner] for line in lines for at in range(inner)]
         names[level_name(stream, "inner", inner)] = _mine_of(parts, ranks, own).group_name
