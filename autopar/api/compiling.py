@@ -116,7 +116,7 @@ def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
 def _device_type(spec: ClusterSpec | None) -> str | None:
     if spec is None:
         return None
-    return "cpu" if spec.device.kind == "cpu" else "cuda"
+    return "cpu" if any(each.kind == "cpu" for each in spec.devices) else "cuda"
 
 
 @dataclass
