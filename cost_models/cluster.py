@@ -135,7 +135,7 @@ class ClusterSpec:
 
     @property
     def device(self) -> DeviceSpec:
-        """Return the device that all nodes have; an error naming the groups where they differ."""
+        """Return the device that all nodes have; an error naming the groups where they differ, see `as_equal`."""
         first = self.groups[0].node.device
         if any(not same_figures(first, group.node.device) for group in self.groups):
             raise self._mixed("device")
@@ -151,7 +151,7 @@ class ClusterSpec:
         """Return the link levels, inner to outer; of unlike nodes, the slowest counts.
 
         An error where nodes have unlike numbers of devices: such a cluster has
-        no common hierarchy; see `split_groups`.
+        no common hierarchy; see `in_equal_nodes`.
         """
         node_level = _node_level([group.node for group in self.groups], self.devices_per_node)
         if self.node_count == 1:
@@ -173,15 +173,37 @@ class ClusterSpec:
 
         Of each figure the worst counts, see `weakest`: ranks of equal shards wait for one another. The levels stay
         where they are, so that a mesh lies on them as on the cluster itself. A cluster of equal nodes is returned as
-        it is. Raises `ClusterError` where nodes have unlike numbers of devices.
+        it is; of nodes with unlike numbers of devices, see `in_equal_nodes`.
         """
         if self.is_homogeneous:
             return self
-        per_node = self.devices_per_node
-        nodes = [group.node for group in self.groups for _ in range(group.count)]
+        cut = self.in_equal_nodes()
+        per_node = cut.devices_per_node
+        nodes = [group.node for group in cut.groups for _ in range(group.count)]
         if ranks is not None:
             nodes = nodes[ranks.start // per_node : -(-ranks.stop // per_node)]
-        return replace(self, groups=(NodeGroup(weakest_node(nodes), self.node_count),))
+        return replace(cut, groups=(NodeGroup(weakest_node(nodes), cut.node_count),))
+
+    def in_equal_nodes(self) -> "ClusterSpec":
+        """Return the cluster with nodes cut into parts that all have equally many devices, where nodes do not.
+
+        Parts of a node share its adapter, and what they send one another is taken to go through it, over one network
+        level that is as slow as the slowest there is: slower than it is, since links inside a node are faster.
+        """
+        size = math.gcd(*(group.node.count for group in self.groups))
+        if all(group.node.count == size for group in self.groups):
+            return self
+        slowest = weakest_link([group.node.nic for group in self.groups if group.node.nic is not None])
+        if slowest is None:
+            raise self._mixed("devices per node")
+        inside, worst = 1, 0.0
+        for level in self._network_levels():
+            worst = max(worst, slowest.bytes_per_s * inside / level.bytes_per_s)
+            inside *= level.fanout
+        described = self.network or (NetworkLevel("rack"),)
+        latencies = [each.latency_s for each in described if each.latency_s is not None]
+        joined = NetworkLevel(described[-1].name, described[-1].topology, worst, max(latencies, default=None))
+        return replace(self, groups=tuple(_in_parts(group, size) for group in self.groups), network=(joined,))
 
     def slower_of(self, other: "ClusterSpec") -> "ClusterSpec":
         """Return a cluster of equal nodes as if they were as slow as its own and another's."""
@@ -271,8 +293,16 @@ class ClusterSpec:
         groups = ", ".join(f"{g.count} x {g.node.name} ({g.node.count} x {g.node.device.name})" for g in self.groups)
         return ClusterError(
             f"cluster {self.name!r} mixes nodes and has no one {what}: {groups};"
-            " plan one group at a time (ClusterSpec.split_groups) or describe equal nodes"
+            " ask one group at a time (split_groups), or all as if they were as slow as the slowest (as_equal)"
         )
+
+
+def _in_parts(group: NodeGroup, size: int) -> NodeGroup:
+    """Return a group whose nodes are cut into parts of `size` devices, each with its share of the adapter."""
+    node = group.node
+    parts = node.count // size
+    nic = None if node.nic is None else replace(node.nic, bytes_per_s=node.nic.bytes_per_s / parts)
+    return NodeGroup(replace(node, count=size, nic=nic), group.count * parts)
 
 
 def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:

@@ -240,9 +240,11 @@ class Job:
             raise UsageError("no cluster given")
         if spec.device_count != self.ranks.world_size:
             running, planned = self.ranks.world_size, spec.device_count
+            of_nodes = sorted({group.node.count for group in spec.groups})
+            per_node = " or ".join(map(str, of_nodes)) + (", as many as the node has," if len(of_nodes) > 1 else "")
             raise UsageError(
                 f"cluster {spec.name!r} has {planned} devices but {running} rank{'s are' if running > 1 else ' is'} "
-                f"running; start the script with torchrun --nproc-per-node {spec.devices_per_node}"
+                f"running; start the script with torchrun --nproc-per-node {per_node}"
                 f"{f' --nnodes {spec.node_count}' if spec.node_count > 1 else ''}, or give a cluster of {running}"
             )
         return spec

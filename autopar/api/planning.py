@@ -19,7 +19,7 @@ from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
 from autopar.costs.operators import least_seconds
 from autopar.costs.outcome import Outcome
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, Warned, Workload
 from autopar.ir.stages import stage_of, too_many_stages, units
@@ -190,12 +190,8 @@ class Planner:
 
         Raises:
             InfeasibleError: no mesh has the degrees that are asked for, or too few blocks are there for the stages.
-            UsageError: nodes have unlike numbers of devices.
         """
-        try:
-            per_node, devices = self.cluster.devices_per_node, self.cluster.device_count
-        except CostModelError as error:
-            raise UsageError(str(error)) from None
+        per_node, devices = self._solving.equal.devices_per_node, self.cluster.device_count
         if wishes.depth is not None:
             tried = [wishes.depth]
             self._require_blocks(wishes.depth, wishes)

@@ -167,6 +167,26 @@ def _mesh_inconsistencies(decisions: Decisions) -> Iterator[tuple[str, str]]:
     for i, stage in enumerate(decisions.stages):
         if any(not 0 <= rank < world for rank in stage.ranks):
             yield f"decisions.stages[{i}].ranks", f"names a rank outside 0..{world - 1}"
+    yield from _block_inconsistencies(decisions)
+
+
+def _block_inconsistencies(decisions: Decisions) -> Iterator[tuple[str, str]]:
+    """Yield stages whose ranks are not those of one pipeline rank: as many as the mesh has, in no other block."""
+    if len(decisions.stages) < 2 or "pp" in decisions.mesh.names:
+        return
+    width = decisions.mesh.world_size
+    stage_of: dict[int, int] = {}
+    for i, stage in enumerate(decisions.stages):
+        if len(set(stage.ranks)) != width:
+            yield f"decisions.stages[{i}].ranks", f"names {len(set(stage.ranks))} ranks, but the mesh has {width}"
+        for rank in stage.ranks:
+            first = stage_of.setdefault(rank, i)
+            if decisions.stages[first].ranks != stage.ranks:
+                yield (
+                    f"decisions.stages[{i}].ranks",
+                    f"names rank {rank} of stage {first}, but not all the ranks of that in the same order",
+                )
+                break
 
 
 def _layout_inconsistencies(decisions: Decisions) -> Iterator[tuple[str, str]]:

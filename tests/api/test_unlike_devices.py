@@ -152,6 +152,23 @@ def test_stages_that_fit_on_no_devices_say_what_is_missing():
         planned(spec, *EVEN, pp=2, microbatch=16)
 
 
+def test_hosts_with_unlike_numbers_of_cores_are_planned_for():
+    spec = ClusterSpec.from_dict({
+        **cluster([("fast", 1), ("slow", 2)]).to_dict(),
+        "nodes": {
+            "small": {"device": "fast", "count": 2, "links": {"bandwidth": "10 GB/s", "latency": "1us"},
+                      "nic": {"bandwidth": "10 GB/s", "latency": "1us"}},
+            "single": {"device": "slow", "count": 1, "nic": {"bandwidth": "10 GB/s", "latency": "1us"}},
+        },
+        "groups": [{"node": "small", "count": 1}, {"node": "single", "count": 2}],
+    })  # fmt: skip
+
+    plan = planned(spec, *EVEN, pp=2, microbatch=16)
+
+    assert layers_of(plan) == {"2 x fast": 8, "2 x slow": 2}
+    assert plan.cluster == spec.to_dict()
+
+
 def test_reports_name_the_devices_of_each_stage():
     plan = planned(cluster([("slow", 1), ("fast", 1)]), 2048, 256, pp=2, microbatch=16)
 

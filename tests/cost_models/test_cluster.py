@@ -74,9 +74,7 @@ def test_groups_split_into_homogeneous_clusters():
 
 
 def test_a_mixed_cluster_has_no_one_device():
-    with pytest.raises(
-        ClusterError, match=r"no one device: 4 x dgx \(8 x h100\), 2 x old \(8 x a100\); plan one group"
-    ):
+    with pytest.raises(ClusterError, match=r"no one device: 4 x dgx \(8 x h100\), 2 x old \(8 x a100\); ask one group"):
         _ = two_pods().device
 
 

@@ -13,7 +13,7 @@ from cost_models import catalog
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import attention_s, matmul_s, memory_bound_s
 from cost_models.device import DeviceSpec, catalogued_device
-from cost_models.errors import ClusterError
+from cost_models.node import NetworkLevel
 from cost_models.weakest import weakest_device
 
 DEVICES = [catalogued_device(name) for name in catalog.names("devices")]
@@ -101,8 +101,31 @@ def test_blocks_of_ranks_see_their_own_devices_and_links_on_the_levels_of_all():
     assert mixed.as_equal().is_homogeneous
 
 
-def test_nodes_of_unlike_sizes_are_no_equal_cluster():
-    old = {"old": {"device": "a100", "count": 1, "nic": {"bandwidth": "800Gbit/s", "latency": "6us"}}}
+def test_nodes_of_unlike_sizes_are_cut_into_parts_that_share_the_adapter():
+    links = {"latency": "1us", "topology": "switch", "bandwidth": "300GB/s"}
+    nic = {"bandwidth": "800Gbit/s", "latency": "6us"}
+    mixed = cluster(["old", "new"], old={"device": "a100", "count": 6, "links": links, "nic": nic})
 
-    with pytest.raises(ClusterError, match="no one devices per node"):
-        cluster(["new", "old"], **old).as_equal()
+    cut = mixed.in_equal_nodes()
+
+    assert [(group.node.name, group.node.count, group.count) for group in cut.groups] == [("old", 2, 3), ("new", 2, 1)]
+    assert cut.devices == mixed.devices
+    assert cut.groups[0].node.nic.bytes_per_s == pytest.approx(100e9 / 3)
+    assert cut.groups[1].node.nic == mixed.groups[1].node.nic
+    old, new = mixed.as_equal(range(6)), mixed.as_equal(range(6, 8))
+    assert (old.device.name, new.device.name) == ("a100", "h100")
+    assert [level.fanout for level in old.levels] == [level.fanout for level in new.levels] == [2, 4]
+    assert old.levels[1].bytes_per_s == pytest.approx(100e9 / 3)
+    assert mixed.as_equal().levels[1].bytes_per_s == old.levels[1].bytes_per_s
+
+
+def test_cut_nodes_meet_on_a_level_as_slow_as_the_slowest():
+    nodes = {"new": {"device": "h100", "count": 1, "nic": {"bandwidth": "800Gbit/s", "latency": "5us"}}}
+    mixed = cluster(["old", "new", "old", "new"], **nodes)
+    levels = (NetworkLevel("rack", size=2), NetworkLevel("spine", oversubscription=4.0, latency_s=9e-6))
+
+    cut = replace(mixed, network=levels).in_equal_nodes()
+
+    (level,) = cut.as_equal().levels[1:]
+    assert (level.name, level.fanout, level.latency_s) == ("spine", 6, 9e-6)
+    assert level.bytes_per_s == pytest.approx(100e9 / 2 / 4)

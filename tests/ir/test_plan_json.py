@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -286,6 +287,29 @@ def test_an_edited_plan_is_refused(case: str, small_plan: Plan):
 
     with pytest.raises(UsageError, match=re.escape(message)):
         plan_json.from_json(json.dumps(document), "p.json")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (range(8), ""),
+        (range(8, 12), "decisions.stages[1].ranks names 4 ranks, but the mesh has 8"),
+        (range(4, 12), "decisions.stages[1].ranks names rank 4 of stage 0, but not all the ranks of that"),
+        (reversed(range(8)), "decisions.stages[1].ranks names rank 7 of stage 0, but not all the ranks of that"),
+        (range(8, 16), ""),
+    ],
+    ids=str,
+)
+def test_the_ranks_of_a_stage_are_those_of_one_pipeline_rank(ranks: Iterable[int], message: str, small_plan: Plan):
+    first = replace(small_plan.decisions.stages[0], ranks=tuple(range(8)))
+    stages = (first, replace(first, index=1, ranks=tuple(ranks)))
+    degrees = {**small_plan.decisions.degrees, "pp": 2}
+    plan = replace(small_plan, decisions=replace(small_plan.decisions, stages=stages, degrees=degrees))
+
+    found = [f"{path} {problem}" for path, problem in plan_json.inconsistencies(plan)]
+
+    assert len(found) == bool(message)
+    assert not message or message in found[0]
 
 
 @pytest.mark.parametrize(
