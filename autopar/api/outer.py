@@ -290,7 +290,8 @@ class Outer:
     def _give_up(self, trials: Iterable[Trial]) -> None:
         for trial in trials:
             bound = self._known_bound_s(trial)
-            why = f"at least {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
+            sure = "at least" if self.solving.proves(trial) else "about"
+            why = f"{sure} {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
             self.solved.append(_left(trial, bound, why))
 
     def _work_bound_s(self, trial: Trial) -> float:

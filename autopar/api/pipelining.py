@@ -16,7 +16,7 @@ from autopar.ir.pipeline import PipelineCosts
 from autopar.ir.plan import Decisions, Estimates, Memory, Schedule, Stage, StageEstimate
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
-from autopar.search.assignments import Order, Placed, find_placed
+from autopar.search.assignments import MOST, MOST_INTERLEAVED, Order, Placed, find_placed
 from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, find_cuts_on, pipeline_costs
 from autopar.search.stages import Assigned, Boundary
 from autopar.simulate.engine import simulate
@@ -248,6 +248,7 @@ class _Placed:
             places.kind_of,
             places.kinds(self._of_kind[0].batch_bytes),
             lambda order: find_cuts_on(self._assigned(order, schedule, free), schedule, budget_bytes=most),
+            most=MOST if schedule.stages == schedule.ranks else MOST_INTERLEAVED,
         )
         roomy = free.index(most)
         if isinstance(found, NoCut):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
@@ -314,8 +314,7 @@ class Planner:
         estimates = replace(estimates, mfu=estimates.mfu * peak_share(self.cluster, PEAK_DTYPE[options.precision]))
         fastest = replace(self._solving.equal.device, peak_flops=strongest_peaks(self.cluster.devices))
         floor = least_seconds(graph, fastest, prod(mesh.sizes) * best.trial.depth)
-        unlike = not self.cluster.is_homogeneous
-        solver = _solver(best, solved, seconds, options, floor, unlike=unlike)
+        solver = _solver(best, solved, seconds, options, floor, self._solving.proves)
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
@@ -377,15 +376,19 @@ def _thrift(one: Solved) -> tuple[bool, int]:
 
 
 def _solver(
-    best: Solved, solved: Sequence[Solved], seconds: float, options: PlanOptions, floor_s: float, *, unlike: bool
+    best: Solved,
+    solved: Sequence[Solved],
+    seconds: float,
+    options: PlanOptions,
+    floor_s: float,
+    proves: Callable[[Trial], bool],
 ) -> Solver:
     """Return the proof: no candidate can be faster than the least of their bounds, and none than `floor_s`.
 
-    On unlike devices bounds of pipelines hold for devices that are faster in the same measure at everything, which is
-    no proof; `floor_s` is.
+    Bounds that say nothing of their trials for sure are left to `floor_s`.
     """
     open_ = (one for one in solved if one.solution.status != "infeasible")
-    bounds = [0.0 if unlike and one.trial.depth > 1 else one.solution.bound_s for one in open_]
+    bounds = [one.solution.bound_s if proves(one.trial) else 0.0 for one in open_]
     bound = min(best.step_s, max(floor_s, min(bounds, default=inf)))
     gap = (best.step_s - bound) / best.step_s if best.step_s else 0.0
     stopped = any(one.solution.status == "time_limit" for one in solved)

@@ -117,8 +117,15 @@ class Solving:
             self._places[depth] = Places(self.cluster, depth, self.budget_of, canonical_dtype(self.options.precision))
         return self._places[depth]
 
+    def proves(self, trial: Trial) -> bool:
+        """Return whether a trial's relaxation bounds its step: not where stages are on unlike devices, see `pace`."""
+        return trial.depth == 1 or len(self.places(trial.depth).clusters) == 1
+
     def pace(self, depth: int) -> float:
-        """Return how many blocks of the slowest devices compute as much as all ranks of a pipeline."""
+        """Return how many blocks of the slowest devices compute as much as all ranks of a pipeline.
+
+        Of unlike devices, by their rates for large products: an estimate, no one rate holds for all operators.
+        """
         return self.places(depth).pace if depth > 1 else 1.0
 
     @property
@@ -211,7 +218,8 @@ class Solving:
         """
         trial = one.trial
         if one.bound_s >= best_s * (1.0 - self.options.gap):
-            why = f"at least {one.bound_s:.4g} s, the bound of its relaxation"
+            sure = "at least" if self.proves(trial) else "about"
+            why = f"{sure} {one.bound_s:.4g} s, the bound of its relaxation"
             return Solved(trial, Solution("cutoff", (), inf, one.bound_s), why_not=why)
         if left_s <= 0 and best_s < inf:
             why = "not solved within the time limit"

@@ -22,8 +22,9 @@ from autopar.search.cuts import Cut, Cuts, NoCut
 Order = tuple[int, ...]
 """The block of each pipeline rank."""
 
-MOST = 100
-"""Orders for which cuts are searched at most."""
+MOST, MOST_INTERLEAVED = 40, 12
+"""Orders for which cuts are searched at most, a tenth of a second each; where ranks have several stages, of which
+the search takes four times as long."""
 
 
 @dataclass(frozen=True, slots=True)
