@@ -31,7 +31,6 @@ from autopar.search.trials import Trial, Uniform, depths, in_time, ways_of
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
-from cost_models.weakest import strongest_peaks
 
 PEAK_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The type whose peak MFU refers to, by precision."""
@@ -312,8 +311,7 @@ class Planner:
             decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
         batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
         estimates = replace(estimates, mfu=estimates.mfu * peak_share(self.cluster, PEAK_DTYPE[options.precision]))
-        fastest = replace(self._solving.equal.device, peak_flops=strongest_peaks(self.cluster.devices))
-        floor = least_seconds(graph, fastest, prod(mesh.sizes) * best.trial.depth)
+        floor = least_seconds(graph, self.cluster.devices)
         solver = _solver(best, solved, seconds, options, floor, self._solving.proves)
         return Plan(
             fingerprint=Fingerprint(

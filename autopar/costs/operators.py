@@ -21,6 +21,7 @@ from autopar.ir.strategy import MeshStrategy
 from autopar.ir.tensor import TensorMeta
 from cost_models import compute
 from cost_models.device import DeviceSpec, canonical_dtype
+from cost_models.weakest import strongest_peaks
 
 Seconds = NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -154,15 +155,23 @@ def flops(op: Op, metas: Sequence[TensorMeta]) -> float:
     return float(sum(2 * math.prod(product) for product in _products(op, ins, outs)))
 
 
-def least_seconds(graph: Graph, device: DeviceSpec, ranks: int) -> float:
-    """Return what the products of a program take at the device's peak, shared by all ranks: nothing computes faster."""
-    total = 0.0
+def least_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> float:
+    """Return what the products of a program take at least on all devices together: nothing computes above its peak.
+
+    The longer of two bounds where devices differ: all products at the fastest device's peak on every one, and those of
+    one data type at the peaks of all.
+    """
+    needed: dict[str, float] = {}
     for op in graph.ops:
         metas = [graph.meta(ref) for ref in op.refs]
-        needed = flops(op, metas)
-        if needed and canonical_dtype(_compute_dtype(op, metas)) in device.peak_flops:
-            total += needed / device.flops_for(_compute_dtype(op, metas))
-    return total / ranks
+        if spent := flops(op, metas):
+            dtype = canonical_dtype(_compute_dtype(op, metas))
+            needed[dtype] = needed.get(dtype, 0.0) + spent
+    peaks = strongest_peaks(devices)
+    known = {dtype: spent for dtype, spent in needed.items() if dtype in peaks}
+    alike_s = sum(spent / peaks[dtype] for dtype, spent in known.items()) / len(devices)
+    together = (spent / sum(each.peak_flops.get(dtype, 0.0) for each in devices) for dtype, spent in known.items())
+    return max(alike_s, *together, 0.0)
 
 
 def _local(meta: TensorMeta | None, layout: Layout | None, sizes: tuple[int, ...]) -> Shape:

@@ -129,6 +129,8 @@ def test_faster_devices_take_more_layers_wherever_their_ranks_are(groups: Groups
     even = planned(cluster([("slow", 2)]), *EVEN, pp=2, microbatch=16)
     assert plan.estimates.step_time_s < even.estimates.step_time_s / 2
     assert from_json(to_json(plan)) == plan
+    # Proven is no more than the arithmetic at the peaks of all devices, to which MFU refers.
+    assert plan.solver.bound == pytest.approx(plan.estimates.mfu * plan.estimates.step_time_s, rel=1e-9)
 
 
 def test_devices_with_little_memory_take_fewer_layers_and_keep_to_it():

@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from autopar.errors import InputMismatchError
 from autopar.ir.schedule import PipelineSchedule
 from autopar.runtime import pipeline_ranks
+from autopar.runtime.clipping import clip_grad_norm_
 from autopar.runtime.errors import PeerLostError
 from autopar.runtime.pipeline_step import Step
 from autopar.simulate.generators import generate
@@ -56,12 +57,12 @@ def train(model: nn.Module, data: Any, steps: int = 2) -> list[float]:
 
 
 def compare(
-    rank: int, layers: Layers, schedule: PipelineSchedule, ordered: bool = False
+    rank: int, layers: Layers, schedule: PipelineSchedule, ordered: bool = False, blocks: Sequence[Sequence[int]] = ()
 ) -> tuple[list[str], list[str]]:
     """Train the chain as a pipeline and alone; return the names this rank holds, of parameters and of all."""
     data = batch(layers.rows * schedule.microbatches)
     reference = Chain(layers.count, layers.skip, tied=layers.tied)
-    mine, _ = compile_staged(copy.deepcopy(reference), layers, schedule, ordered=ordered)
+    mine, _ = compile_staged(copy.deepcopy(reference), layers, schedule, ordered=ordered, blocks=blocks)
 
     want, got = train(reference, data), train(mine, data)
 
@@ -107,6 +108,31 @@ def test_two_steps_equal_the_models_own(pool: RankPool, name: str):
 @pytest.mark.parametrize("name", ["1f1b, 3 micro-batches", "zbv", "skip to another rank"])
 def test_messages_in_one_order_on_all_ranks_give_the_same(pool: RankPool, name: str):
     pool.values(compare, *CASES[name], True)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "skip to another rank", "tied"])
+def test_stages_on_ranks_in_another_order_equal_the_models_own(pool: RankPool, name: str):
+    layers, schedule = CASES[name]
+
+    (first, _), (second, _) = pool.values(compare, layers, schedule, name == "zbv", ((1,), (0,)))
+    (one, _), (other, _) = pool.values(compare, layers, schedule)
+
+    assert (first, second) == (other, one)
+
+
+def clipped(rank: int) -> None:
+    """Take a step's gradients of tied stages in reversed order, and compare the norm over all stages."""
+    layers, schedule = CASES["tied"]
+    data, reference = batch(8), Chain(tied=True)
+    mine, _ = compile_staged(copy.deepcopy(reference), layers, schedule, blocks=((1,), (0,)))
+    for model in (mine, reference):
+        model(*data)[1].backward()
+    norms = [clip_grad_norm_(model, 0.1) for model in (mine, reference)]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-9, atol=0)
+
+
+def test_the_norm_counts_a_tied_parameter_once_whatever_the_order_of_ranks(pool: RankPool):
+    pool.values(clipped)
 
 
 def tied_bits(rank: int) -> torch.Tensor:

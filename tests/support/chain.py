@@ -397,12 +397,13 @@ def compile_staged(
     mesh: Mesh | None = None,
     *,
     ordered: bool = False,
+    blocks: Sequence[Sequence[int]] = (),
     **how: Any,
 ) -> tuple[nn.Module, Runner]:
-    """Return the model compiled for a schedule, and its runner."""
+    """Return the model compiled for a schedule, and its runner; `blocks` are the ranks of each pipeline rank."""
     mesh = mesh or Mesh(())
     ranks = Ranks.join("cpu")
-    pipeline = replace(PipelineRanks.of(mesh, schedule.ranks, ranks), ordered=ordered)
+    pipeline = replace(PipelineRanks.of(mesh, schedule.ranks, ranks, blocks=blocks), ordered=ordered)
     whole: Layout = (Replicate(),) * len(mesh.axes)
     split: Layout = (Shard(0),) * len(mesh.axes)
     own = [stage for stage, at in enumerate(schedule.rank_of) if at == pipeline.index]
