@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.schedule import PipelineSchedule
+from autopar.search import interleaved
 from autopar.search.assignments import Kind, Order, Placed, find_placed, orders
 from autopar.search.cuts import Cuts, NoCut, find_cuts_on, pipeline_costs
 from autopar.search.stages import Assigned, Boundary, Unit
@@ -133,15 +135,16 @@ def test_no_order_and_cut_within_the_budgets_is_better_than_the_one_found(
 
 @pytest.mark.parametrize(("name", "interleave"), [("interleaved_1f1b", 2), ("zbv", 2)])
 @settings(max_examples=15, deadline=None)
-@given(data=st.data(), microbatches=st.integers(2, 4))
+@given(data=st.data(), microbatches=st.integers(2, 4), few=st.sampled_from((10_000, 0)))
 def test_with_several_stages_a_rank_what_is_found_fits_and_keeps_to_its_bound(
-    name: str, interleave: int, data: st.DataObject, microbatches: int
+    name: str, interleave: int, data: st.DataObject, microbatches: int, few: int
 ):
     given = data.draw(instances(4, 2).map(lambda each: replace(each, kind_of=(0, 1))))
     schedule = generate(name, ranks=2, microbatches=microbatches, interleave=interleave)
 
     for order in ((0, 1), (1, 0)):
-        cuts = find_cuts_on(given.assigned(order, schedule), schedule, budget_bytes=max(given.budgets))
+        with mock.patch.object(interleaved, "_FEW", few):
+            cuts = find_cuts_on(given.assigned(order, schedule), schedule, budget_bytes=max(given.budgets))
         known = [
             given.step_s(order, schedule, cut)
             for cut in all_cuts(given.boundaries[0], schedule.stages)
@@ -153,6 +156,7 @@ def test_with_several_stages_a_rank_what_is_found_fits_and_keeps_to_its_bound(
         assert all(given.fits(order, schedule, cut.first_units) for cut in cuts.cuts)
         assert cuts.bound_s <= min(known) * (1 + 1e-9)
         assert min(known) <= cuts.cuts[0].step_s * (1 + 1e-9)
+        assert not few or cuts.cuts[0].step_s == pytest.approx(min(known), rel=1e-9)
 
 
 @settings(max_examples=25, deadline=None)
