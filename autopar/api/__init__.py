@@ -85,6 +85,22 @@ def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Pro
     return fastest(planned, options)
 
 
+def reprice_reference(
+    plan: Plan, model: str, cluster: str, batch: int | None, seq: int | None, overrides: dict[str, str], told: Progress
+) -> Plan:
+    """Return a plan's decisions priced for the cluster that a reference names, as on the command line."""
+    from autopar.api.repricing import repriced
+    from autopar.models import resolve
+
+    spec = read_cluster(cluster)
+    told.phase("model")
+    found = resolve(model, batch=batch, seq=seq, overrides=overrides)
+    told.phase("capture")
+    graph = program_of(found.model, found.shallow, found.example_inputs, plan.workload.precision)
+    told.phase("price")
+    return repriced(plan, graph, spec, torch.__version__.partition("+")[0])
+
+
 def program_of(model: torch.nn.Module, shallow: Shallow | None, example_inputs: Any, precision: str) -> Graph:
     """Return the program of a model, if it can be by repeating a layer of one that is as it is but has few of them."""
     if shallow is not None:

@@ -210,6 +210,15 @@ def pipelined(
     return min(tried, key=lambda each: each.step_s)
 
 
+def priced_as(
+    outcome: Outcome, wanted: Wanted, places: Places, stages: Sequence[Sequence[str]], order: Order
+) -> Pipelined:
+    """Return a solved program cut into given stages (paths of their blocks) on given blocks of ranks, simulated."""
+    priced = _Placed(outcome, places, [unit.path for unit in blocks.units(outcome.graph)])
+    cut = Cut(tuple(accumulate((len(paths) for paths in stages[:-1]), initial=0)), 0.0, ())
+    return priced.judged(Placed(order, cut), wanted, wanted.schedule_for(outcome.microbatches))
+
+
 def _fullest(held: Sequence[int], budgets: Sequence[int]) -> int:
     spare = [budget - each for each, budget in zip(held, budgets, strict=True)]
     return spare.index(min(spare))

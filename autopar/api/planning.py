@@ -9,20 +9,19 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
 from autopar.api import infeasible
+from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.microbatching import nothing_divides
 from autopar.api.naming import name_axes, wished
 from autopar.api.outer import Outer
-from autopar.api.overlapping import overlapped, pipeline_spans
+from autopar.api.overlapping import overlapped
 from autopar.api.solving import Solved, Solving
-from autopar.api.unlike import peak_share, waiting
 from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
-from autopar.costs.operators import least_seconds
 from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, Warned, Workload
-from autopar.ir.stages import stage_of, too_many_stages, units
+from autopar.ir.stages import too_many_stages, units
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.ilp import Limits, Solution, smallest_peak
@@ -31,9 +30,6 @@ from autopar.search.trials import Trial, Uniform, depths, in_time, ways_of
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
-
-PEAK_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The type whose peak MFU refers to, by precision."""
 
 
 @dataclass(frozen=True)
@@ -301,18 +297,9 @@ class Planner:
             raise RuntimeError("a plan without an outcome cannot be finished")
         graph, options = self.program.graph, self.options
         mesh, degrees = name_axes(outcome, best.trial.mesh)
-        estimates = outcome.estimates(self._solving.budget, PEAK_DTYPE[options.precision])
-        found = overlapped(outcome, mesh, degrees, estimates, on=options.overlap, staged=best.pipeline is not None)
-        decisions, estimates = found.decisions, found.estimates
-        if best.pipeline is not None:
-            homes = stage_of(outcome.graph, best.pipeline.stages)
-            estimates = best.pipeline.estimates(estimates)
-            estimates = replace(estimates, timeline=pipeline_spans(best.pipeline.timeline))
-            decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
+        found = described(self._solving, best, mesh, degrees)
         batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
-        estimates = replace(estimates, mfu=estimates.mfu * peak_share(self.cluster, PEAK_DTYPE[options.precision]))
-        floor = least_seconds(graph, self.cluster.devices)
-        solver = _solver(best, solved, seconds, options, floor, self._solving.proves)
+        solver = _solver(best, solved, seconds, options, found.floor_s, self._solving.proves)
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
@@ -327,16 +314,12 @@ class Planner:
                 tokens_per_step=self.program.tokens_per_step,
             ),
             cluster=self.cluster.to_dict(),
-            decisions=replace(decisions, recompute=ways_of(best.trial.recompute)),
-            estimates=estimates,
+            decisions=found.decisions,
+            estimates=found.estimates,
             solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
             alternatives=_alternatives(best, solved, options.top_k),
-            warnings=(
-                *self._warnings(outcome),
-                *found.warnings,
-                *waiting(self.cluster, decisions.stages, PEAK_DTYPE[options.precision]),
-            ),
+            warnings=(*self._warnings(outcome), *found.warnings),
             autopar_version=__version__,
         )
 

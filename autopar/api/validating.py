@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.api.as_run import AsRun
-from autopar.api.planning import PEAK_DTYPE
+from autopar.api.describing import PEAK_DTYPE
 from autopar.api.wishes import read_wishes
 from autopar.capture import capture
 from autopar.capture.deepen import SHALLOW, deepened

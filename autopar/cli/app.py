@@ -15,6 +15,7 @@ from autopar.cli.plan import plan
 from autopar.cli.run import run
 from autopar.cli.schema import schema
 from autopar.cli.show import show
+from autopar.cli.simulate import simulate
 from autopar.cli.validate import validate
 from autopar.cli.verify import verify
 from autopar.errors import UsageError
@@ -58,7 +59,7 @@ def _need_command(context: typer.Context) -> None:
         raise typer.Exit(UsageError.exit_code)
 
 
-for _command in (plan, show, explain, diff, check, verify, validate, calibrate, run, schema):
+for _command in (plan, show, explain, diff, check, verify, simulate, validate, calibrate, run, schema):
     app.command(name=_command.__name__)(_command)
 app.add_typer(cluster, name="cluster")
 

@@ -1,0 +1,144 @@
+"""A plan's decisions priced for another cluster, and for its own, where nothing may change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.api.repricing import repriced
+from autopar.capture import capture
+from autopar.cli import main
+from autopar.errors import StalePlanError, UsageError
+from autopar.ir.plan import Plan
+from autopar.models.hf_tiny import tiny
+from cost_models.cluster import ClusterSpec
+
+VERSION = torch.__version__.partition("+")[0]
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "cpu:4", {"tp": 2, "dp_replicate": 2}),
+    ("llama", "cpu:4", {"dp_shard": 4, "zero": 3, "recompute": "full"}),
+    ("llama", "cpu:4", {"dp_shard": 4, "zero": 1, "microbatch": 1}),
+    ("llama", "cpu:4", {"dp_shard": 4, "zero": 2, "microbatch": 1}),
+    ("gpt2", "cpu:4", {"pp": 2, "tp": 2, "schedule": "zb_h1"}),
+    ("bert", "cpu:2x2", {"dp_shard": 2, "tp": 2, "pp": 1, "microbatch": 4}),
+    ("t5", "cpu:2", {"pp": 2, "schedule": "interleaved_1f1b", "interleave": 2}),
+    ("resnet", "cpu:2", {"dp_replicate": 2}),
+    ("mixtral", "cpu:2", {}),
+]
+
+
+def planned(name: str, cluster: str, fix: dict[str, Any]) -> tuple[Plan, Any]:
+    model, batch = tiny(name)
+    return autopar.plan(model, cluster, example_inputs=batch, fix=fix), capture(model, batch).graph
+
+
+@pytest.mark.parametrize(("name", "cluster", "fix"), CASES, ids=str)
+def test_on_its_own_cluster_a_plan_is_priced_as_it_was_searched(name: str, cluster: str, fix: dict[str, Any]):
+    plan, graph = planned(name, cluster, fix)
+
+    again = repriced(plan, graph, ClusterSpec.parse(cluster), VERSION)
+
+    assert again.decisions == plan.decisions
+    assert again.estimates.memory == plan.estimates.memory
+    assert again.estimates.per_stage == plan.estimates.per_stage
+    assert asdict(again.estimates.breakdown) == pytest.approx(asdict(plan.estimates.breakdown), rel=1e-12)
+    assert again.estimates.step_time_s == pytest.approx(plan.estimates.step_time_s, rel=1e-12)
+    assert again.solver.objective == again.estimates.step_time_s
+
+
+def twice(cluster: str, **changes: Any) -> ClusterSpec:
+    """Return a cluster of the catalogue with other figures of its devices."""
+    given = ClusterSpec.parse(cluster).to_dict()
+    (device,) = given["devices"].values()
+    device.update(changes)
+    return ClusterSpec.from_dict(given)
+
+
+def test_layouts_and_stages_stay_and_figures_are_those_of_the_other_cluster():
+    plan, graph = planned("llama", "cpu:4", {"pp": 2, "tp": 2})
+    rates = {"float32": "388GFLOP/s"}  # four times as many
+
+    there = repriced(plan, graph, twice("cpu:4", compute=rates), VERSION)
+
+    assert there.decisions.operators.keys() == plan.decisions.operators.keys()
+    assert all(
+        each.strategy == plan.decisions.operators[name].strategy for name, each in there.decisions.operators.items()
+    )
+    assert there.decisions.stages == plan.decisions.stages
+    assert there.decisions.parameters == plan.decisions.parameters
+    assert there.estimates.step_time_s < plan.estimates.step_time_s
+    assert there.estimates.memory == plan.estimates.memory
+    assert there.fingerprint.cluster != plan.fingerprint.cluster
+    assert there.solver.bound <= there.solver.objective == there.estimates.step_time_s
+
+
+def test_what_is_searched_for_a_cluster_is_no_slower_there_than_what_was_searched_for_another():
+    plan, graph = planned("llama", "cpu:4", {})
+    other = "cpu:2x2"
+
+    there = repriced(plan, graph, ClusterSpec.parse(other), VERSION)
+    own, _ = planned("llama", other, {})
+
+    assert own.solver.bound <= there.estimates.step_time_s
+    assert own.estimates.step_time_s <= there.estimates.step_time_s * 1.02  # plans alike within 2 % are as good
+
+
+def test_what_does_not_fit_is_priced_and_a_warning_says_so():
+    plan, graph = planned("llama", "cpu:2", {"dp_replicate": 2})
+    held = plan.estimates.peak_memory_bytes
+
+    there = repriced(plan, graph, twice("cpu:2", memory={"capacity": f"{held}B", "bandwidth": "10GB/s"}), VERSION)
+
+    assert [each.code for each in there.warnings] == ["does-not-fit"]
+    assert "it does not fit; plan anew for this cluster" in there.warnings[0].text
+    assert there.estimates.peak_memory_bytes == held
+
+
+@pytest.mark.parametrize(
+    ("cluster", "text"),
+    [("cpu:4", "the plan is for 2 devices and cluster 'cpu:4' has 4"), ("cpu:1", "has 1; give a cluster of 2")],
+)
+def test_a_cluster_of_another_size_is_refused(cluster: str, text: str):
+    plan, graph = planned("llama", "cpu:2", {"tp": 2})
+
+    with pytest.raises(UsageError) as caught:
+        repriced(plan, graph, ClusterSpec.parse(cluster), VERSION)
+
+    assert text in str(caught.value)
+
+
+def test_a_plan_of_another_program_is_stale():
+    plan, _ = planned("llama", "cpu:2", {"tp": 2})
+    _, other = planned("gpt2", "cpu:2", {"tp": 2})
+
+    with pytest.raises(StalePlanError):
+        repriced(plan, other, ClusterSpec.parse("cpu:2"), VERSION)
+
+
+def test_the_command_prints_both_clusters_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    wanted = ["zoo:gpt-tiny", "--batch", "8", "--seq", "32"]
+    assert main(["plan", *wanted, "-c", "cpu:2", "--fix", "tp=2", "-o", str(first)]) == 0
+    capsys.readouterr()
+
+    assert main(["simulate", str(first), "-c", "h100-sxm-80gb:2", "-o", str(second), "--json"]) == 0
+
+    told = capsys.readouterr()
+    assert json.loads(told.out) == json.loads(second.read_text())
+    assert told.err.splitlines()[-1].startswith("on cpu:2: step ")
+    assert " times as long)" in told.err.splitlines()[-1]
+    there = Plan.load(second)
+    assert there.cluster["name"] == "h100-sxm-80gb:2"
+    assert there.decisions.degrees["tp"] == 2
+
+    renamed = replace(there, workload=replace(there.workload, model="Model"))
+    renamed.save(second)
+    assert main(["simulate", str(second), "-c", "cpu:2"]) == UsageError.exit_code
+    assert "a class and no reference" in capsys.readouterr().err
