@@ -312,7 +312,7 @@ class Outer:
         return [self._estimate_s(trial) for trial in trials]
 
     def _size(self, trial: Trial) -> int:
-        return self.solving.program.batch_size // (trial.microbatches * trial.replicas)
+        return max(1, self.solving.program.batch_size // (trial.microbatches * trial.replicas))
 
     def _estimate_s(self, trial: Trial) -> float:
         shape, size = _shape(trial), self._size(trial)

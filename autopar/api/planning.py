@@ -20,6 +20,7 @@ from autopar.costs.liveness import least_peak_bytes
 from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, Warned, Workload
 from autopar.ir.stages import too_many_stages, units
 from autopar.options import PlanOptions
@@ -298,7 +299,8 @@ class Planner:
         graph, options = self.program.graph, self.options
         mesh, degrees = name_axes(outcome, best.trial.mesh)
         found = described(self._solving, best, mesh, degrees)
-        batch, replicas = graph.batch_size, prod(degrees[key] for key in DATA_PARALLEL)
+        batch = graph.batch_size
+        replicas, idle = _splits_of_batch(batch // outcome.microbatches, mesh)
         solver = _solver(best, solved, seconds, options, found.floor_s, self._solving.proves)
         return Plan(
             fingerprint=Fingerprint(
@@ -319,11 +321,11 @@ class Planner:
             solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
             alternatives=_alternatives(best, solved, options.top_k),
-            warnings=(*self._warnings(outcome), *found.warnings),
+            warnings=(*self._warnings(idle), *found.warnings),
             autopar_version=__version__,
         )
 
-    def _warnings(self, outcome: Outcome) -> list[Warned]:
+    def _warnings(self, idle: Sequence[Axis]) -> list[Warned]:
         found = [
             Warned(
                 code="no-rule",
@@ -332,12 +334,26 @@ class Planner:
             )
             for op in self._solving.unknown.values()
         ]
-        batch = self.program.graph.batch_size
-        if outcome.links.sizes and batch and all(batch % size for size in outcome.links.sizes if size > 1):
-            sizes = " x ".join(map(str, outcome.links.sizes))
-            text = f"the batch of {batch} divides by no mesh axis ({sizes}), so data parallelism was not possible"
+        if idle:
+            sizes = " x ".join(f"{axis.name}={axis.size}" for axis in idle)
+            text = (
+                f"the batch of {self.program.graph.batch_size} does not divide by {sizes}, whose ranks repeat one "
+                "another's work; a batch that is a multiple of it gives each a part"
+            )
             found.append(Warned(code="indivisible-batch", text=text))
         return found
+
+
+def _splits_of_batch(samples: int, mesh: Mesh) -> tuple[int, list[Axis]]:
+    """Return in how many parts the data-parallel axes split so many samples, and those that cannot."""
+    parts, idle = 1, []
+    for axis in mesh.axes:
+        if axis.name.startswith(DATA_PARALLEL) and axis.size > 1:
+            if samples % (parts * axis.size):
+                idle.append(axis)
+            else:
+                parts *= axis.size
+    return parts, idle
 
 
 def _thriftiest(failed: Sequence[Solved]) -> list[Solved]:

@@ -197,7 +197,8 @@ class _Decided:
 
     @staticmethod
     def _way(once: list[bool], early: list[bool], decided: ParameterDecision) -> int:
-        """Return the option that gathers and reduces as decided."""
-        wanted = (decided.gather == "once", decided.reduce == "microbatch")
-        ways = list(zip(once, early, strict=True))
-        return ways.index(wanted) if wanted in ways else 0
+        """Return the option that gathers and reduces as decided; what is not gathered may be of either kind."""
+        ways = enumerate(zip(once, early, strict=True))
+        kept, now = decided.gather == "once", decided.reduce == "microbatch"
+        alike = (at for at, way in ways if way[1] == now and (decided.gather == "none" or way[0] == kept))
+        return next(alike, 0)

@@ -321,11 +321,10 @@ class Solving:
             raise InfeasibleError(
                 "no input has a batch dimension to cut into micro-batches; leave pp and microbatch out"
             )
-        parts = next(
-            part for part in (*range(2, 65), graph.batch_size + 1) if graph.batch_size % part == 0 or part > 64
-        )
-        axis = MeshAxis("microbatch", parts)
-        require_splittable(graph, compose(graph, wishes.axes((axis,)), axis_strategies, self._axes).of)
+        if graph.batch_size > 1:  # one sample goes through the stages whole
+            parts = next((part for part in range(2, 65) if graph.batch_size % part == 0), graph.batch_size)
+            axis = MeshAxis("microbatch", parts)
+            require_splittable(graph, compose(graph, wishes.axes((axis,)), axis_strategies, self._axes).of)
         starts = [op for op in graph.ops if op.kind == "tangent"]
         if len(starts) != 1 or any(meta is not None and meta.shape for meta in starts[0].outputs):
             raise InfeasibleError(

@@ -33,7 +33,8 @@ class Witness:
                 continue
             given = dict.fromkeys(each for each in with_groups(node, groups) if each in groups.values())
             on = [tuple(sorted(dist.get_process_group_ranks(group_named(str(each))))) for each in given]
-            issued[issuing(node.meta["collective"])] = (str(node.target).split(".")[1], on)
+            if on:
+                issued[issuing(node.meta["collective"])] = (str(node.target).split(".")[1], on)
         return compile_graph(gm, groups, ranges=functools.partial(self._note, issued), **how)
 
     def _note(self, issued: Mapping[str, tuple[str, list[tuple[int, ...]]]], name: str) -> AbstractContextManager[None]:

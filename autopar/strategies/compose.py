@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 from autopar.ir.placement import Layout, Replicate, Shard, is_valid, nest
 from autopar.ir.roles import gradient_like, parameter_like
@@ -68,6 +69,9 @@ def compose(
     """Return the strategies of each representative operator on a mesh of `axes`, without duplicates.
 
     `known` is filled with what each axis admits, and read for axes that other meshes had.
+
+    Raises:
+        InfeasibleError: what the axes admit of an operator, each by itself, does not divide on all of them together.
     """
     sizes = tuple(axis.size for axis in axes)
     reps = [op for op in graph.ops if graph.representative(op.name) == op.name]
@@ -92,6 +96,8 @@ def compose(
         key = (op.target, _shape_of_args(op), metas, op.outputs, options)
         if key not in products:
             products[key] = _product(op, options, metas, sizes)
+            if not products[key]:
+                raise _nothing_divides(op, axes)
         of[op.name] = products[key]
     return Choices(of, tuple(unknown.values()))
 
@@ -302,6 +308,16 @@ def _product(
         if valid and (op.kind != "call" or len(sizes) == 1 or fits_mesh(op, metas, made, sizes)):
             found.setdefault((ins, outs, tuple(s.lowering for s in combination)), made)
     return tuple(found.values())
+
+
+def _nothing_divides(op: Op, axes: Sequence[AxisSpec]) -> InfeasibleError:
+    """Return the error about an operator that each axis splits, and all of them together cannot."""
+    shape = next((list(meta.shape) for meta in op.outputs if meta is not None), [])
+    sizes = " x ".join(str(axis.size) for axis in axes)
+    return InfeasibleError(
+        f"{op.where}: {shape} does not divide by all axes of the mesh ({sizes}) together; take a batch that is a "
+        "multiple of the data-parallel degrees, or smaller degrees"
+    )
 
 
 def _output_layout(combination: Sequence[Strategy], index: int, sizes: tuple[int, ...]) -> Layout | None:

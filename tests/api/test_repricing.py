@@ -30,6 +30,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("bert", "cpu:2x2", {"dp_shard": 2, "tp": 2, "pp": 1, "microbatch": 4}),
     ("t5", "cpu:2", {"pp": 2, "schedule": "interleaved_1f1b", "interleave": 2}),
     ("resnet", "cpu:2", {"dp_replicate": 2}),
+    ("gpt2", "cpu:4", {"tp": 2, "dp_shard": 2, "zero": 2, "microbatch": 2}),
     ("mixtral", "cpu:2", {}),
 ]
 

@@ -105,7 +105,15 @@ def checked(_rank: int, plan: Plan, folder: Path, dropout: float, spoil: str) ->
 
 
 @pytest.mark.parametrize(
-    "fix", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "microbatch": 2}], ids=str
+    "fix",
+    [
+        {"dp_replicate": 2},
+        {"dp_replicate": 2, "microbatch": 2},
+        {"dp_shard": 2, "zero": 3},
+        {"tp": 2},
+        {"pp": 2, "microbatch": 2},
+    ],
+    ids=str,
 )
 def test_a_sound_plan_passes_every_check(pool: RankPool, tmp_path: Path, fix: dict[str, int]):
     first, second = pool.values(checked, planned(fix), tmp_path, 0.0, "")
