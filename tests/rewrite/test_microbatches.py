@@ -202,12 +202,20 @@ def test_a_loss_that_balances_experts_over_the_whole_batch_is_refused():
         (Shard(0), (Replicate(), Shard(1))),
         (Replicate(), (Shard(0), Partial())),
         (Partial(), (Replicate(), Shard(0))),
+        (Shard(0, outer=16), (Shard(0, outer=2), Shard(0, outer=32))),
+        (Shard(0, outer=16), (Shard(0), Shard(0, outer=16))),
     ],
 )
 def test_layouts_are_parted_as_they_were_joined(time, inside: Layout):
     whole = joined(time, inside, 4)
 
     assert parted(whole, 4) == (time, inside)
+
+
+def test_a_split_of_the_sequence_is_outside_of_samples_that_follow_it():
+    # [sequence, batch] merged: 16 steps of 12 samples, 3 of them at a time, and the steps over two ranks.
+    assert joined(Shard(0, outer=16), (Shard(0),), 4) == (Shard(0, outer=16), Shard(0))
+    assert joined(Shard(0, outer=16), (Shard(0, outer=16),), 4) == (Shard(0, outer=16), Shard(0, outer=64))
 
 
 def test_decisions_of_one_micro_batch_stay_as_they_are():
