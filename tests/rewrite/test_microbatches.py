@@ -77,6 +77,20 @@ class Beside(nn.Module):
         return made.square().mean(), made.detach()
 
 
+class Carried(nn.Module):
+    """A state that begins as zeros like a part of the batch, and meets parameters before it meets samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.onward = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.onward(state) + self.into(x[:, step]))
+        return state.square().mean()
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
     plain, example = cases()["plain"]
@@ -85,6 +99,7 @@ def models() -> dict[str, Any]:
         "plain": (Beside(plain), example),
         "weighted": weighted(),
         "typed": typed,
+        "carried": (Carried(), (torch.randn(8, 3, 4),)),
         **routing(),
     }
 
