@@ -65,6 +65,7 @@ __all__ = [
     "storage_key",
     "traced_stack",
     "wait_by",
+    "without_effect",
     "without_guards",
 ]
 
@@ -91,6 +92,21 @@ def without_guards() -> Iterator[None]:
         yield
     finally:
         setattr(functional_export, name, check)
+
+
+@contextmanager
+def without_effect(name: str) -> Iterator[None]:
+    """Take an operator that must keep its place among others (`aten::NAME`) to be free of effects."""
+    find = getattr(getattr(torch._library, "simple_registry", None), "singleton", None)
+    entry: Any = None if find is None else getattr(find.find(name), "effect", None)
+    if getattr(entry, "_effect", None) is None:
+        yield
+        return
+    before, entry._effect = entry._effect, None
+    try:
+        yield
+    finally:
+        entry._effect = before
 
 
 def is_registered_node(kind: type) -> bool:

@@ -78,7 +78,7 @@ def _tensors(output: Any) -> list[Any]:
 
 def differences(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     """Return the largest relative difference of each kind, and which tensor has that of the gradients."""
-    from autopar.runtime.comparing import FLOOR, gradients_apart, joint_norm, relative
+    from autopar.runtime.comparing import FLOOR, doubled, gradients_apart, joint_norm, relative
 
     found: dict[str, Any] = {"eval": _largest(got["eval"], wanted["eval"])}
     losses = [relative(a, b) for a, b in zip(got["losses"], wanted["losses"], strict=True)]
@@ -89,7 +89,7 @@ def differences(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     worst = max(apart, key=lambda name: apart[name])
     found |= {"gradients": apart[worst], "worst_gradient": worst}
     floor = FLOOR * joint_norm(wanted["gradients"])
-    found["gradients_at_floor"] = sum(float(each.double().norm()) < floor for each in wanted["gradients"].values())
+    found["gradients_at_floor"] = sum(float(doubled(each).norm()) < floor for each in wanted["gradients"].values())
     found["state"] = _joint(got["state"], wanted["state"])
     return found
 
@@ -102,10 +102,12 @@ def _largest(got: list[Any], wanted: list[Any]) -> float:
 
 def _joint(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     """Return the relative difference of all tensors together."""
+    from autopar.runtime.comparing import doubled
+
     apart = total = 0.0
     for name, each in wanted.items():
-        apart += float((got[name].double() - each.double()).norm()) ** 2
-        total += float(each.double().norm()) ** 2
+        apart += float((doubled(got[name]) - doubled(each)).norm()) ** 2
+        total += float(doubled(each).norm()) ** 2
     return (apart / total) ** 0.5 if total else apart
 
 

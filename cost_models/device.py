@@ -33,6 +33,8 @@ DTYPE_BYTES: Mapping[str, int] = {
     "fp8": 1,
     "int8": 1,
     "bool": 1,
+    "complex128": 16,
+    "complex64": 8,
 }
 
 

@@ -273,13 +273,17 @@ class Planner:
     def _infeasible(self, wishes: Wishes, solved: Sequence[Solved]) -> InfeasibleError:
         """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
         least: Outcome | None = None
+        refused: InfeasibleError | None = None
         failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
         if wishes.depth not in {None, 1} and failed:
             return infeasible.wishes(failed[0].why_not)
         for one in _thriftiest(failed):
             try:
                 links, pricing = self._solving.price(one.trial, wishes)
-            except (CostModelError, InfeasibleError):
+            except InfeasibleError as error:
+                refused = refused or error
+                continue
+            except CostModelError:
                 continue
             found = smallest_peak(pricing.table, Limits(self._solving.budget, 20.0, 0.01, self.options.seed))
             if not found.options:
@@ -288,6 +292,8 @@ class Planner:
             outcome = Outcome(graph, pricing, links, found.options, self.options.optimizer)
             if least is None or outcome.memory().total < least.memory().total:
                 least = outcome
+        if least is None and refused is not None:
+            return refused
         if least is None:
             return infeasible.wishes(failed[0].why_not if failed else "no candidate mesh admits a plan")
         return infeasible.memory(least, self._solving.budget, self.cluster, self.options)

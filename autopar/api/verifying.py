@@ -23,7 +23,7 @@ from autopar.figures import format_bytes
 from autopar.ir.plan import Plan
 from autopar.report.verification import Check
 from autopar.runtime import Ranks
-from autopar.runtime.comparing import gradients_apart, joint_norm, relative, unequal_replicas, whole
+from autopar.runtime.comparing import doubled, gradients_apart, joint_norm, relative, unequal_replicas, whole
 from autopar.runtime.witness import Witness, allocated, first_difference, storage_bytes
 from cost_models.cluster import ClusterSpec
 
@@ -159,7 +159,7 @@ def _numerics(found: Training, stored: Path, plan: Plan, ranks: Ranks) -> list[C
     gradients = {name: each for name, each in whole(found.gradients).items() if each is not None}
     state = {name: each for name, each in whole(found.state).items() if each is not None}
     apart = gradients_apart(gradients, wanted.gradients)
-    squares = {name: float((each.double() - wanted.state[name].double()).norm()) ** 2 for name, each in state.items()}
+    squares = {name: float((doubled(each) - doubled(wanted.state[name])).norm()) ** 2 for name, each in state.items()}
     told = ranks.gather((losses, apart, squares))
     limits = LIMITS.get(plan.workload.precision, _SHORT)
     checks = [_within("loss", max(max(each) for each, _, _ in told), limits["loss"], f"of {len(losses)} steps")]
@@ -177,7 +177,7 @@ def _numerics(found: Training, stored: Path, plan: Plan, ranks: Ranks) -> list[C
 
 
 def _floats(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: each for name, each in values.items() if each.is_floating_point()}
+    return {name: each for name, each in values.items() if each.is_floating_point() or each.is_complex()}
 
 
 def _largest(name: str, of_ranks: list[dict[str, float]], wanted: Mapping[str, Any], limit: float) -> Check:

@@ -201,6 +201,9 @@ def lower(joint: fx.GraphModule, names: Names, given: Sequence[Placeholder], out
             )
             continue
         constant = node.op == "get_attr"
+        if constant and "val" not in node.meta:  # a graph of its own: a branch, a loop's body
+            reader = next(iter(node.users))
+            raise higher_order(names.model, str(reader.target), user_line(reader.meta.get("stack_trace") or ""))
         if not constant and not isinstance(node.target, torch._ops.OpOverload):
             raise higher_order(names.model, str(node.target), source)
         ops.append(

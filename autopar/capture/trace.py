@@ -28,13 +28,21 @@ from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
 from autopar.capture.errors import value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
+from autopar.capture.library import without_value_checks
 from autopar.capture.origin import user_line
 
 PREFIX = "model"
 """Name of the user's model inside the traced module."""
 
 _CHECKS = frozenset(
-    {"_assert_scalar", "_assert_async", "_assert_tensor_metadata", "_check", "_functional_assert_async"}
+    {
+        "_assert_scalar",
+        "_assert_async",
+        "_assert_tensor_metadata",
+        "_check",
+        "_functional_assert_async",
+        "_linalg_check_errors",
+    }
 )
 
 
@@ -82,6 +90,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(_ambient(with_backward))
+        stack.enter_context(without_value_checks())
         with without_guards():
             graph = dynamo_capture(program)(*inputs)
         _require_static(graph, name)
@@ -89,6 +98,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         loose = _restore_names(graph, program, fake)
         result = _plain_outputs(graph)
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
+        _drop_checks(joint)
     return Traced(joint, result, loose)
 
 
@@ -122,10 +132,26 @@ def _ambient(with_backward: bool) -> Iterator[None]:
         yield
 
 
+def _drop_checks(joint: fx.GraphModule) -> None:
+    """Drop run-time checks of values that operators bring along (`one_hot`), and what only they read."""
+    idle = [node for node in joint.graph.nodes if _called(node) in _CHECKS]
+    while idle:
+        node = idle.pop()
+        if not node.users and node.op == "call_function":
+            read = node.all_input_nodes
+            joint.graph.erase_node(node)
+            idle += read
+
+
+def _called(node: fx.Node) -> str:
+    """Return the name of what a node calls, without its overload; empty for nodes of other kinds."""
+    return getattr(node.target, "__name__", "").partition(".")[0] if node.op == "call_function" else ""
+
+
 def _require_static(graph: fx.GraphModule, name: str) -> None:
     """Drop run-time checks and numbers that only they read, then refuse shapes and values that depend on data."""
     for node in reversed(list(graph.graph.nodes)):
-        called = getattr(node.target, "__name__", "").partition(".")[0] if node.op == "call_function" else ""
+        called = _called(node)
         if not node.users and node.op != "output" and (called in _CHECKS or _is_symbolic(node)):
             graph.graph.erase_node(node)
         elif called == "_enter_autocast":

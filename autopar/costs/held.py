@@ -38,7 +38,7 @@ def held_memory(outcome: Outcome) -> Memory:
     # Sums over micro-batches of gradients that each of them reduces.
     base = base_of(graph)
     reduced = {
-        base[each.ref.op, each.ref.index][0]: outcome.layout(graph.representative(each.name))
+        base[each.ref.op, each.ref.index]: outcome.layout(graph.representative(each.name))
         for each in graph.outputs
         if each.ref is not None and each.kind == "gradient" and outcome.reduces_early(graph.representative(each.name))
     }
@@ -49,8 +49,8 @@ def held_memory(outcome: Outcome) -> Memory:
         if not life.first <= at <= last or (life.if_whole and is_term(made_in)):
             continue
         meta = graph.by_name[life.op].outputs[life.index]
-        if life.first == 0 and life.op in reduced:
-            made_in = reduced[life.op]
+        if life.first == 0 and (life.op, life.index) in reduced:
+            made_in = reduced[life.op, life.index]
         held = local_bytes(meta, made_in, sizes) if meta is not None else 0.0
         if (life.op, life.index) in returned:
             gradients += held

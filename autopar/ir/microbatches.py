@@ -1,13 +1,14 @@
 """Micro-batches as a leading mesh axis in time: decisions with it, for the rewriter, and without, for everyone else.
 
-Along time the batch is split as along a data-parallel axis, outside of every other split. What an operator does there
-is the `time` of its decision; layouts and meshes in a plan are those of one micro-batch on the ranks.
+Along time the batch is split as along a data-parallel axis, outside of every other split of its digit. What an operator
+does there is the `time` of its decision; layouts and meshes in a plan are those of one micro-batch on the ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from autopar.ir.mesh import MICROBATCH, TIME, Axis, Mesh
 from autopar.ir.placement import Layout, Placement, Replicate, Shard
@@ -20,17 +21,13 @@ OWN = "own"
 
 def joined(time: Placement, layout: Layout, count: int) -> Layout:
     """Return the layout over time and ranks of what lies in `layout` within each of `count` micro-batches."""
-    inside = (_scaled(p, count) if isinstance(time, Shard) and _splits(p, time.dim) else p for p in layout)
-    return (time, *inside)
+    return (time, *(Shard(p.dim, p.outer * count) if _inside(p, time, 1) else p for p in layout))
 
 
 def parted(layout: Layout, count: int) -> tuple[Placement, Layout]:
     """Return what `joined` was given: the placement along time, and the layout within a micro-batch."""
     time, *ranks = layout
-    if not isinstance(time, Shard):
-        return time, tuple(ranks)
-    inside = (Shard(p.dim, p.outer // count) if isinstance(p, Shard) and p.dim == time.dim else p for p in ranks)
-    return time, tuple(inside)
+    return time, tuple(Shard(p.dim, p.outer // count) if _inside(p, time, count) else p for p in ranks)
 
 
 def within(strategy: MeshStrategy, count: int) -> tuple[Strategy, MeshStrategy]:
@@ -78,9 +75,11 @@ def _over(time: Sequence[Placement], layouts: Sequence[Layout], count: int) -> t
     return tuple(joined(at, each, count) for at, each in zip(time, layouts, strict=True))
 
 
-def _splits(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim == dim
+def _inside(placement: Placement, time: Placement, count: int) -> TypeGuard[Shard]:
+    """Return whether a shard of a tensor with `count` micro-batches splits runs of what each of them has.
 
-
-def _scaled(placement: Placement, count: int) -> Placement:
-    return Shard(placement.dim, placement.outer * count) if isinstance(placement, Shard) else placement
+    It does not where its digit is of another dimension, or further out: the sequence of `[sequence, batch]` merged.
+    """
+    if not isinstance(placement, Shard) or not isinstance(time, Shard) or placement.dim != time.dim:
+        return False
+    return placement.outer >= time.outer * count

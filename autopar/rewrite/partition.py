@@ -131,15 +131,22 @@ def own_memory(
 
 def _own_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> list[fx.Node | None]:
     """Copy each gradient that a redistribution cut from a larger one, which would else stay alive with it."""
-    return [copied_behind(graph, node) if node is not None and is_cut(node) else node for node in gradients]
+    whole = torch.contiguous_format
+    return [copied_behind(graph, node, whole) if node is not None and is_cut(node) else node for node in gradients]
 
 
-def copied_behind(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return a new node behind `node` that copies it, or behind all placeholders if it is one."""
+def copied_behind(
+    graph: fx.Graph, node: fx.Node, memory_format: torch.memory_format = torch.preserve_format
+) -> fx.Node:
+    """Return a new node behind `node` that copies it, or behind all placeholders if it is one.
+
+    Dimensions keep their order in memory: readers may view the copy as they viewed what it copies.
+    """
     behind = node if node.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(behind):
-        copy = graph.call_function(_CLONE, (node,), {"memory_format": torch.contiguous_format})
-    copy.meta = {**node.meta, "val": torch.empty_like(node.meta["val"]), "autopar": replace(mark(node), role="move")}
+        copy = graph.call_function(_CLONE, (node,), {"memory_format": memory_format})
+    made = torch.empty_like(node.meta["val"], memory_format=memory_format)
+    copy.meta = {**node.meta, "val": made, "autopar": replace(mark(node), role="move")}
     return copy
 
 

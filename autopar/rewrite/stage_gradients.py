@@ -191,7 +191,8 @@ def _finished(graph: fx.Graph, gradient: Gradient, value: fx.Node) -> fx.Node:
         value.meta["autopar"] = replace(mark(node), moves=gradient.target)
     if gradient.chain and is_cut(gradient.chain[-1]):
         copy = graph.call_function(_CLONE, (value,), {"memory_format": torch.contiguous_format})
-        copy.meta = {**value.meta, "val": torch.empty_like(value.meta["val"])}
+        made = torch.empty_like(value.meta["val"], memory_format=torch.contiguous_format)
+        copy.meta = {**value.meta, "val": made}
         return copy
     return value
 

@@ -25,28 +25,36 @@ def whole(value: Any) -> Any:
     return None if value.device_mesh.get_coordinate() is None else value.full_tensor()
 
 
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64, complex numbers as pairs."""
+    return (torch.view_as_real(value) if value.is_complex() else value).double()
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the norm of the difference over that of `b`, of floating-point tensors; of others, 0 or 1."""
-    if not b.is_floating_point():
+    """Return the norm of the difference over that of `b`, of floating-point and complex tensors; of others, 0 or 1."""
+    if not (b.is_floating_point() or b.is_complex()):
         return 0.0 if torch.equal(a, b) else 1.0
-    finite = torch.isfinite(b)
-    if a.shape != b.shape or not torch.equal(torch.isfinite(a), finite):
+    if a.shape != b.shape:
         return float("inf")
-    a, b = a.double()[finite], b.double()[finite]
+    a, b = doubled(a), doubled(b)
+    finite = torch.isfinite(b)
+    if not torch.equal(torch.isfinite(a), finite):
+        return float("inf")
+    a, b = a[finite], b[finite]
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def joint_norm(values: Mapping[str, torch.Tensor]) -> float:
     """Return the norm of all values together."""
-    return float(sum(float(each.double().norm()) ** 2 for each in values.values()) ** 0.5)
+    return float(sum(float(doubled(each).norm()) ** 2 for each in values.values()) ** 0.5)
 
 
 def gradients_apart(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the relative difference of each gradient; small ones on the scale of all `wanted`, see `FLOOR`."""
     floor = FLOOR * joint_norm(wanted)
     return {
-        name: float((each.double() - wanted[name].double()).norm())
-        / max(float(wanted[name].double().norm()), floor, 1e-30)
+        name: float((doubled(each) - doubled(wanted[name])).norm())
+        / max(float(doubled(wanted[name]).norm()), floor, 1e-30)
         for name, each in got.items()
     }
 

@@ -128,13 +128,21 @@ def _matrices(graph: fx.Graph, made: fx.Node, into: fx.Node) -> fx.Node | None:
 
 
 def _rows(graph: fx.Graph, made: fx.Node, into: fx.Node) -> fx.Node | None:
-    """Add rows at their indices; in an order that is always the same on CPUs only."""
+    """Add rows at their indices, but for those at the padding; in an order that is always the same on CPUs only.
+
+    A padding of -1 says that there is none, any other may be no row of the table.
+    """
     gradient, indices, _, padding, scaled = made.args
     value: torch.Tensor = gradient.meta["val"]  # type: ignore[union-attr]
-    if value.device.type != "cpu" or padding != -1 or scaled:
+    if value.device.type != "cpu" or scaled:
         return None
     flat = _call(graph, _ATEN.reshape.default, (indices, [-1]), made)
     rows = _call(graph, _ATEN.reshape.default, (gradient, [-1, value.shape[-1]]), made)
+    if padding != -1:
+        left_out = _call(graph, _ATEN.eq.Scalar, (flat, padding), made)
+        flat = _call(graph, _ATEN.masked_fill.Scalar, (flat, left_out, 0), made)
+        column = _call(graph, _ATEN.unsqueeze.default, (left_out, 1), made)
+        rows = _call(graph, _ATEN.masked_fill.Scalar, (rows, column, 0), made)
     return _call(graph, _ATEN.index_add_.default, (into, 0, flat, rows), made)
 
 

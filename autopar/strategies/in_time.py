@@ -45,6 +45,9 @@ class _Follower:
         self._known: dict[tuple[str, tuple[Placement | None, ...]], Strategy] = {}
         """Strategies by representative and by where what it reads is, where nothing is known of that."""
 
+        self._like: dict[Ref, Placement | None] = {}
+        """Where blank values would be if they were where what they are made like is."""
+
         self._sorts: dict[str, Ref] = {}
         self._blank: set[str] = set()
         self._results = {output.ref for output in graph.outputs if output.ref is not None}
@@ -98,6 +101,8 @@ class _Follower:
             self._sorts[op.name] = facts[0].tells[1]
         if blank:
             self._blank.add(op.name)
+            followed = self._nearest(seen, rep, self._beside(seen))
+            self._like |= {Ref(op.name, index): placement for index, placement in enumerate(followed.outputs)}
         for index, placement in enumerate(mine.outputs):
             ref = Ref(op.name, index)
             self._placed[ref] = None if blank else placement
@@ -120,11 +125,22 @@ class _Follower:
         return mine, facts_of(seen, mine) if not self._is_blank(seen.op) else (Fact(ANY),) * len(mine.outputs)
 
     def _plain(self, seen: Seen, rep: str) -> Strategy:
+        whole = all(each is None or each == Replicate() for each in seen.now)
+        # Of a parameter and zeros like a part of the batch comes a part: a recurrent layer's first step.
+        return self._nearest(seen, rep, self._beside(seen) if whole else seen.now)
+
+    def _beside(self, seen: Seen) -> tuple[Placement | None, ...]:
+        """Return where what an operator reads is, blank values beside what they are made like."""
+        return tuple(
+            self._like.get(ref) if now is None else now for ref, now in zip(seen.op.refs, seen.now, strict=True)
+        )
+
+    def _nearest(self, seen: Seen, rep: str, now: tuple[Placement | None, ...]) -> Strategy:
         options = self._options[rep]
-        if all(each is None or each == Replicate() for each in seen.now):
+        if all(each is None or each == Replicate() for each in now):
             return options[0]
         metas, outputs = seen.call.metas, seen.op.outputs
-        return min(options, key=lambda s: mismatch(s, seen.now, metas, outputs, self._count))
+        return min(options, key=lambda s: mismatch(s, now, metas, outputs, self._count))
 
     def _is_blank(self, op: Op) -> bool:
         """Return whether a value is as good anywhere: of equal elements, or made of nothing but such."""

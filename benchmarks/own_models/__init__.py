@@ -6,7 +6,7 @@ returns the loss, alone or in a dict.
 
 from __future__ import annotations
 
-from benchmarks.own_models import complete, layers
+from benchmarks.own_models import complete, generative, layers, sequences
 from benchmarks.own_models.parts import FACTORIES, Around, example
 
-__all__ = ["FACTORIES", "Around", "complete", "example", "layers"]
+__all__ = ["FACTORIES", "Around", "complete", "example", "generative", "layers", "sequences"]

@@ -26,6 +26,17 @@ class Deep(nn.Module):
         return self.layers(x).square().mean()
 
 
+class Convolved(nn.Module):
+    """Convolutions whose weight and bias have their gradients from one operator, in layouts of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 16, 4, 2, 1), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
 def plans_as_memory_shrinks() -> list[Plan]:
     program = Program(capture(Deep(), (torch.empty(32, 128),)).graph, "deep", "", None)
     options = PlanOptions.parse(
@@ -55,6 +66,17 @@ def test_gradients_are_reduced_in_each_microbatch_where_their_whole_sums_do_not_
     assert {each.gather for each in last.parameters.values()} == {"per_phase"}
     scatters = [each for each in last.collectives if each.op == "reduce_scatter"]
     assert sum(each.count for each in scatters) == 2 * len(early) + len(last.parameters) - len(early)
+
+
+def test_sums_of_gradients_that_one_operator_makes_are_counted_each_in_its_own_layout():
+    program = Program(capture(Convolved(), (torch.empty(12, 3, 8, 8),)).graph, "convolved", "", None)
+    options = PlanOptions.parse(fix={"tp": 2, "microbatch": 4}, gap=0.1)
+
+    plan = Planner(program, cluster(1 << 30), options).plan()
+
+    assert any(each.reduce == "microbatch" for each in plan.decisions.parameters.values())
+    held = sum(4 * each.numel() for each in Convolved().parameters())
+    assert held / 2 <= plan.estimates.memory.gradients <= 2 * held
 
 
 def test_no_plan_is_said_to_be_further_from_the_best_than_from_the_devices_peak():

@@ -146,6 +146,12 @@ def test_a_master_copy_adds_its_bytes():
     assert optimizer_traffic_bytes("adamw", mixed, "fused") == 2 * 4 + 2 + 4 * 4 + 2 + cast_and_clipped
 
 
+def test_complex_parameters_have_states_of_pairs():
+    pairs = DtypeOf(parameter="complex64", gradient="complex64", state="complex64")
+
+    assert optimizer_state_bytes("adamw", pairs) == 2 * optimizer_state_bytes("adamw")
+
+
 def test_an_optimizer_step_is_memory_bound():
     spec = catalogued_device("a100-sxm-80gb")
     expected = 28e9 / (2039e9 * spec.memory_efficiency)

@@ -77,6 +77,20 @@ class Beside(nn.Module):
         return made.square().mean(), made.detach()
 
 
+class Carried(nn.Module):
+    """A state that begins as zeros like a part of the batch, and meets parameters before it meets samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.onward = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.onward(state) + self.into(x[:, step]))
+        return state.square().mean()
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
     plain, example = cases()["plain"]
@@ -85,6 +99,7 @@ def models() -> dict[str, Any]:
         "plain": (Beside(plain), example),
         "weighted": weighted(),
         "typed": typed,
+        "carried": (Carried(), (torch.randn(8, 3, 4),)),
         **routing(),
     }
 
@@ -202,12 +217,20 @@ def test_a_loss_that_balances_experts_over_the_whole_batch_is_refused():
         (Shard(0), (Replicate(), Shard(1))),
         (Replicate(), (Shard(0), Partial())),
         (Partial(), (Replicate(), Shard(0))),
+        (Shard(0, outer=16), (Shard(0, outer=2), Shard(0, outer=32))),
+        (Shard(0, outer=16), (Shard(0), Shard(0, outer=16))),
     ],
 )
 def test_layouts_are_parted_as_they_were_joined(time, inside: Layout):
     whole = joined(time, inside, 4)
 
     assert parted(whole, 4) == (time, inside)
+
+
+def test_a_split_of_the_sequence_is_outside_of_samples_that_follow_it():
+    # [sequence, batch] merged: 16 steps of 12 samples, 3 of them at a time, and the steps over two ranks.
+    assert joined(Shard(0, outer=16), (Shard(0),), 4) == (Shard(0, outer=16), Shard(0))
+    assert joined(Shard(0, outer=16), (Shard(0, outer=16),), 4) == (Shard(0, outer=16), Shard(0, outer=64))
 
 
 def test_decisions_of_one_micro_batch_stay_as_they_are():

@@ -9,6 +9,7 @@ from torch import nn
 from autopar.ir.placement import Replicate, Shard
 from autopar.ir.strategy import Strategy
 from autopar.rewrite import rewrite
+from autopar.rewrite.partition import copied_behind
 from tests.support.decide import decide, mesh_of
 from tests.support.models import Mlp, Vision, cases
 from tests.support.whole import Whole, run_ranks
@@ -103,6 +104,30 @@ def test_what_backward_reads_a_slice_of_is_saved_as_that_slice():
 
     assert saved_bytes(whole, decide(graph, mesh_of(tp=2))) == 8 * 16 * 4
     assert saved_bytes(whole, sliced) == 8 * 16 * 4 // 2
+
+
+class Flattened(nn.Module):
+    """Reads rows of a value whose dimensions lie in memory in another order, and views them so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = (self.weight.exp() * x.transpose(0, 1)).exp()
+        return made.transpose(0, 1).flatten(1).sin().sum()
+
+
+def test_a_slice_that_is_saved_lies_in_memory_as_what_it_is_cut_from():
+    whole = Whole.of(Flattened(), (torch.randn(4, 8, 6),))
+    programs = rewrite(whole.captured.joint, whole.captured.graph, decide(whole.captured.graph, mesh_of(tp=2)), 0)
+    graph = programs.forward.graph
+    node = next(each for each in graph.nodes if each.name.startswith("transpose"))
+
+    copy = copied_behind(graph, node)
+
+    real = torch.empty_strided(node.meta["val"].shape, node.meta["val"].stride())
+    assert copy.target(real, **copy.kwargs).stride() == copy.meta["val"].stride()
 
 
 def test_gradients_that_are_slices_own_their_memory():

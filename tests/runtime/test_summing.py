@@ -31,7 +31,12 @@ TERMS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], set[str]]] 
     "look-up that leaves a row out": (
         lambda g, ids: torch.ops.aten.embedding_dense_backward(g, ids, 5, 1, False),
         (ROWS, IDS),
-        {"embedding_dense_backward", "add_"},
+        {"index_add_", "reshape", "eq", "masked_fill", "unsqueeze"},
+    ),
+    "look-up whose other rows are elsewhere": (
+        lambda g, ids: torch.ops.aten.embedding_dense_backward(g, ids.masked_fill(ids > 2, -2), 3, -2, False),
+        (ROWS, IDS),
+        {"index_add_", "reshape", "eq", "masked_fill", "unsqueeze", "gt"},
     ),
     "sum": (lambda a, b: a.sum(0), (A, B), {"sum", "add_"}),
     "argument": (lambda a, b: a, (A, B), {"add_"}),

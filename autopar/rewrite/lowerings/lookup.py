@@ -14,6 +14,9 @@ from torch import fx
 from autopar.rewrite.lowerings.places import aten, digits, either, locate, widened
 from autopar.rewrite.site import Site
 
+_NOWHERE = -2
+"""Padding index of a gradient some of whose rows are another rank's: no row of the table, nor -1, which says "none"."""
+
 
 def embedding(site: Site) -> fx.Node:
     """Emit a look-up of the rows that this rank holds, zero for the others."""
@@ -33,9 +36,10 @@ def embedding_backward(site: Site) -> fx.Node:
     missing, local = locate(site, indices, digits(site, layout, 0, meta.shape[0]))
     if padding >= 0:
         missing = either(site, missing, site.call(aten.eq.Scalar, indices, padding))
-    # -1 names no row: the kernel skips what equals its padding index.
-    local = local if missing is None else site.call(aten.masked_fill.Scalar, local, missing, -1)
-    return site.call(aten.embedding_dense_backward.default, grad, local, rows, -1, by_frequency)
+    if missing is None:
+        return site.call(aten.embedding_dense_backward.default, grad, local, rows, -1, by_frequency)
+    local = site.call(aten.masked_fill.Scalar, local, missing, _NOWHERE)
+    return site.call(aten.embedding_dense_backward.default, grad, local, rows, _NOWHERE, by_frequency)
 
 
 def index(site: Site) -> fx.Node:

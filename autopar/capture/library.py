@@ -1,0 +1,70 @@
+"""What torch's own library asks of values while it is traced, answered without looking at them.
+
+- `torch.distributions` checks parameters and values unless told not to: its checks are left out, as Python's `-O` does.
+  Which formula a pair of distributions has for `kl_divergence` is looked up ahead, in a way that cannot be traced.
+- `nn.TransformerEncoder` and `nn.TransformerDecoder` compare a mask with the causal one to name its kind; the mask is
+  then given as it is, which is the same, and `masks.py` finds causal ones by their values.
+- `gaussian_nll_loss` refuses negative variances; they are not looked for.
+- `torch.linalg.inv`, `cholesky` and `solve` refuse singular matrices, by an operator that must stay in order with
+  others; here it need not, and is dropped with the other checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch.distributions import Distribution, kl
+from torch.nn import functional
+from torch.nn.modules import transformer
+
+from autopar._torch import without_effect
+
+
+@contextmanager
+def without_value_checks() -> Iterator[None]:
+    """Let torch's library be traced as if every such check had passed."""
+    for pair in kl._KL_REGISTRY:
+        kl._KL_MEMOIZE.setdefault(pair, kl._dispatch_kl(*pair))  # type: ignore[no-untyped-call]
+    validates = Distribution._validate_args
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", _is_causal))
+        stack.enter_context(patch.object(functional, "gaussian_nll_loss", _gaussian_nll_loss))
+        stack.enter_context(without_effect("aten::_linalg_check_errors"))
+        Distribution.set_default_validate_args(False)
+        try:
+            yield
+        finally:
+            Distribution.set_default_validate_args(validates)
+
+
+def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Return what the caller said of the mask; `False` where nothing was said: it counts as any other mask."""
+    return is_causal is True
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Return `torch.nn.functional.gaussian_nll_loss` of variances that are not negative."""
+    if isinstance(var, float):
+        var = var * torch.ones_like(input)
+    if var.dim() == input.dim() - 1:
+        var = var.unsqueeze(-1)
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss += 0.5 * math.log(2 * math.pi)
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
