@@ -93,11 +93,14 @@ class ClusterSpec:
             raise ClusterError(message) from None
 
     @classmethod
-    def detect(cls) -> "ClusterSpec":
-        """Return this machine: its NVIDIA devices if nvidia-smi lists any, else its CPU cores."""
+    def detect(cls, cpu_ranks: int | None = None) -> "ClusterSpec":
+        """Return this machine: its NVIDIA devices if nvidia-smi lists any, else its CPU cores.
+
+        With `cpu_ranks` so many ranks on the CPU, whatever else there is; if there are fewer cores, they share them.
+        """
         from cost_models.detect import detect_node
 
-        return cls("this-machine", (NodeGroup(detect_node(), 1),))
+        return cls("this-machine", (NodeGroup(detect_node(cpu_ranks), 1),))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cluster file that `from_dict` reads back as an equal cluster."""
@@ -134,11 +137,31 @@ class ClusterSpec:
 
     @property
     def device(self) -> DeviceSpec:
-        """Return the device that all nodes have; an error naming the groups where they differ."""
+        """Return the device that all nodes have, as it is while all compute; an error naming groups where they differ.
+
+        Devices that share cores are slower then than one that computes alone, see `alone`.
+        """
         first = self.groups[0].node.device
         if any(not _same_device(first, group.node.device) for group in self.groups):
             raise self._mixed("device")
-        return first
+        return first.at_share(self.share)
+
+    @property
+    def share(self) -> float:
+        """Return what a device has of a core while all compute, the least of all groups; 1 where none are shared."""
+        return self._tightest.share
+
+    @property
+    def shared_cores(self) -> tuple[float, int] | None:
+        """Return the cores of a machine and the devices that share them, where some do; the scarcest of all groups."""
+        group = self._tightest
+        return (group.node.cores, group.machine_devices) if group.share < 1.0 else None
+
+    @property
+    def alone(self) -> "ClusterSpec":
+        """Return the cluster as a device finds it that computes while no other one does: no cores are shared."""
+        groups = (replace(g, node=replace(g.node, cores=0.0, nodes_per_machine=1)) for g in self.groups)
+        return replace(self, groups=tuple(groups))
 
     @property
     def memory_bytes(self) -> int:
@@ -147,15 +170,14 @@ class ClusterSpec:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Return the link levels, inner to outer; of unlike nodes, the slowest counts.
+        """Return the link levels, inner to outer, as they are while all compute; of unlike nodes, the slowest counts.
 
         An error where nodes have unlike numbers of devices: such a cluster has
         no common hierarchy; see `split_groups`.
         """
         node_level = _node_level([group.node for group in self.groups], self.devices_per_node)
-        if self.node_count == 1:
-            return (node_level,)
-        return (node_level, *self._network_levels())
+        network = self._network_levels() if self.node_count > 1 else ()
+        return tuple(_at_share(level, self.share) for level in (node_level, *network))
 
     def split_groups(self) -> tuple["ClusterSpec", ...]:
         """Return one homogeneous cluster a group, in rank order, without outer network sizes."""
@@ -166,6 +188,10 @@ class ClusterSpec:
             ClusterSpec(f"{self.name}/{group.node.name}", (group,), network, self.calibration, self.calibrated)
             for group in self.groups
         )
+
+    @property
+    def _tightest(self) -> NodeGroup:
+        return min(self.groups, key=lambda group: group.share)
 
     def _with_calibration(self, path: Path) -> "ClusterSpec":
         """Return the cluster with measured constants; `path` is the cluster file."""
@@ -268,6 +294,21 @@ def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:
     )
 
 
+def _at_share(level: Level, share: float) -> Level:
+    """Return a level as ranks have it with `share` of a core each: that part is slower which cores do."""
+    if share == 1.0:
+        return level
+    level = replace(level, host_bytes_per_s=level.host_bytes_per_s * share)
+    if level.topology != "host":
+        return level
+    return replace(
+        level,
+        bytes_per_s=level.bytes_per_s * share,
+        latency_s=level.latency_s / share,
+        call_s=level.call_s / share,
+    )
+
+
 def _library(nodes: list[NodeSpec]) -> Library:
     """Return the library of a group that spans the nodes; one CPU host among them makes all of them use gloo."""
     kinds = {node.device.kind for node in nodes}
@@ -279,7 +320,7 @@ def _same_device(a: DeviceSpec, b: DeviceSpec) -> bool:
 
 
 def _same_node(a: NodeSpec, b: NodeSpec) -> bool:
-    return _same_device(a.device, b.device) and (a.count, a.links, a.nic) == (b.count, b.links, b.nic)
+    return _same_device(a.device, b.device) and replace(a, name="", device=b.device) == replace(b, name="")
 
 
 def _load_yaml(text: str, origin: str) -> object:

@@ -14,6 +14,7 @@ from autopar.costs.outcome import Outcome
 from autopar.ir.schedule import PipelineSchedule
 from autopar.search.cuts import Cut
 from autopar.search.stages import Boundary
+from cost_models.cluster import ClusterSpec
 from cost_models.collectives import collective_s, host_s
 from cost_models.topology import Hop, axis_hops
 
@@ -35,7 +36,7 @@ class Crossings:
 
         Which level a boundary uses depends on the cut that is searched for.
         """
-        return [self._boundary(held, self._hops) for held in self._bytes]
+        return [self._boundary(held, len(self._hops)) for held in self._bytes]
 
     def of_cut(self, cut: Cut, schedule: PipelineSchedule) -> list[Boundary]:
         """Return the boundaries, those where stages of a cut end priced on the link level between the stages' ranks."""
@@ -44,14 +45,22 @@ class Crossings:
         for stage, first in enumerate(cut.first_units[1:], start=1):
             one, other = schedule.rank_of[stage - 1], schedule.rank_of[stage]
             crossed = sum(one // ranks != other // ranks for ranks in inside)
-            found[first - 1] = self._boundary(self._bytes[first - 1], self._hops[: crossed + 1])
+            found[first - 1] = self._boundary(self._bytes[first - 1], crossed + 1)
         return found
 
     @cached_property
     def _hops(self) -> tuple[Hop, ...]:
         """Return the link levels that the pipeline crosses, inner to outer."""
+        return self._hops_on(self.outcome.links.cluster)
+
+    @cached_property
+    def _hops_alone(self) -> tuple[Hop, ...]:
+        """Return the same levels as a rank finds them that has a core for itself."""
+        return self._hops_on(self.outcome.links.cluster.alone)
+
+    def _hops_on(self, cluster: ClusterSpec) -> tuple[Hop, ...]:
         links = self.outcome.links
-        return axis_hops(links.cluster.levels, (self.depth, *links.sizes[links.time_axes :]), 0)
+        return axis_hops(cluster.levels, (self.depth, *links.sizes[links.time_axes :]), 0)
 
     @cached_property
     def _bytes(self) -> list[int]:
@@ -79,10 +88,16 @@ class Crossings:
                 alive[at] += local_bytes(meta, layout, sizes)
         return [round(held) for held in alive]
 
-    def _boundary(self, nbytes: int, hops: Sequence[Hop]) -> Boundary:
-        called_s, handled_s = self._handled_s(nbytes, hops)
+    def _boundary(self, nbytes: int, levels: int) -> Boundary:
+        """Return what crosses `levels` link levels, priced: transfers while all compute, the core's part of one alone.
+
+        The simulator stretches what cores do where others compute beside.
+        """
+        hops = self._hops[:levels]
+        called_s, _ = self._handled_s(nbytes, hops)
         moved_s = max(0.0, self._moved_s(nbytes, hops) - called_s)
-        return Boundary(forward_s=moved_s, backward_s=moved_s, host_s=called_s + handled_s, value_bytes=nbytes)
+        handled_s = sum(self._handled_s(nbytes, self._hops_alone[:levels]))
+        return Boundary(forward_s=moved_s, backward_s=moved_s, host_s=handled_s, value_bytes=nbytes)
 
     def _moved_s(self, nbytes: int, hops: Sequence[Hop]) -> float:
         """Return the seconds of handing a value on.

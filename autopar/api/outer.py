@@ -252,7 +252,9 @@ class Outer:
             room = min([self.best_s * (1.0 - self.solving.options.gap), *(one.solution.bound_s for one in stays)])
             if least is None or self._lightest_s(least) >= room:
                 return
-            self._free_s[_without(least)] = self._relaxed_s(replace(least, recompute="none")) / least.depth
+            self._free_s[_without(least)] = self._relaxed_s(replace(least, recompute="none")) / self.solving.at_once(
+                least
+            )
 
     def _is_open(self, one: Solved) -> bool:
         return one.trial.recompute != "none" and one.solution.status != "infeasible"
@@ -295,7 +297,7 @@ class Outer:
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
         known = max(self._work_s.get((way, shape.width, largest), 0.0) for way in ways)
         samples = self.solving.program.batch_size / shape.replicas
-        return known / max(largest, 1) * samples / shape.depth
+        return known / max(largest, 1) * samples / self.solving.at_once(trial)
 
     def _estimates(self, trials: Sequence[Trial]) -> list[float]:
         self.progress.phase(f"estimate {len(trials)} trials")

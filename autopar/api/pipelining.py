@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 from autopar.api.crossings import Crossings
@@ -26,6 +27,7 @@ from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, pipeline_costs
 from autopar.search.stages import Unit
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
+from autopar.simulate.sharing import shared_cores
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,9 @@ class Pipelined:
                     forward_s=cost.forward_s,
                     input_gradient_s=cost.input_gradient_s,
                     weight_gradient_s=cost.weight_gradient_s,
+                    forward_waiting_s=cost.forward_waiting_s,
+                    input_gradient_waiting_s=cost.input_gradient_waiting_s,
+                    weight_gradient_waiting_s=cost.weight_gradient_waiting_s,
                     send_forward_s=edge.forward_s if edge else 0.0,
                     send_backward_s=edge.backward_s if edge else 0.0,
                 )
@@ -205,13 +210,15 @@ class _Blocks:
         self.graph = self.outcome.graph
         self.of = blocks.stage_of(self.graph, [[path] for path in self.paths])
         self.crossings = Crossings(self.outcome, self.depth, self.of, len(self.paths))
+        links = self.outcome.links
+        self.shared = shared_cores(links.cluster, prod(links.sizes[links.time_axes :]))
 
     @cached_property
     def units(self) -> list[Unit]:
         """Return what each block costs."""
         count = len(self.paths)
         seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
-        behind = {part: [0.0] * count for part in seconds}
+        behind, waiting = ({part: [0.0] * count for part in seconds} for _ in range(2))
         apart = weight_gradients(self.graph, self.of)
         temporary = self._temporary()
         known: dict[str, float] = {}
@@ -228,13 +235,17 @@ class _Blocks:
                 late = bool(issued.readers) and apart.issuperset(issued.readers)
                 part = "weights" if late else issued.phase
                 hidden = self._hidden_s(issued)
-                seconds[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
+                waiting[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
                 behind[part][self.of[issued.at]] += hidden
-        device = self.outcome.links.cluster.device
+        device, share = self.outcome.links.cluster.device, self.outcome.links.cluster.share
         for part, found in seconds.items():
+            # What is priced is what ranks take while all compute; here, what one takes that has a core.
+            work = [each * share for each in found]
+            shown = [each + waits for each, waits in zip(work, waiting[part], strict=True)]
             # A block's gathers run behind the block before it, which is about as long; the host runs ahead of both.
-            busy = map(max, found, behind[part])
+            busy = map(max, shown, behind[part])
             seconds[part] = [device.with_host_s(*each) for each in zip(busy, launched[part], strict=True)]
+            waiting[part] = [whole - each for whole, each in zip(seconds[part], work, strict=True)]
         static = self._static
         saved, kept = self._saved(apart)
         return [
@@ -242,6 +253,9 @@ class _Blocks:
                 forward_s=seconds["forward"][at],
                 input_gradient_s=seconds["backward"][at],
                 weight_gradient_s=seconds["weights"][at],
+                forward_waiting_s=waiting["forward"][at],
+                input_gradient_waiting_s=waiting["backward"][at],
+                weight_gradient_waiting_s=waiting["weights"][at],
                 static_bytes=round(sum(static[at])),
                 activation_bytes=round(saved[at]),
                 kept_bytes=round(kept[at]),
@@ -411,7 +425,7 @@ class _Blocks:
     def judged(self, cut: Cut, wanted: Wanted, schedule: PipelineSchedule, reserved: int) -> Pipelined:
         """Return a cut with its simulated timeline."""
         costs = pipeline_costs(self.units, self.crossings.of_cut(cut, schedule), schedule, cut.first_units)
-        timeline = simulate(schedule, costs)
+        timeline = simulate(schedule, costs, shared=self.shared)
         stops = (*cut.first_units[1:], len(self.paths))
         runs = [range(first, stop) for first, stop in zip(cut.first_units, stops, strict=True)]
         mine: dict[int, list[int]] = defaultdict(list)

@@ -106,6 +106,16 @@ class Solving:
         """
         return self.budget * depth - int(self.cluster.device.reserved_bytes) * (depth - 1)
 
+    def at_once(self, trial: Trial) -> float:
+        """Return how many times as long as a trial's pipeline its stages take at most, one after another.
+
+        That is the pipeline's ranks. Where they share cores, collectives of one can be waited for while others compute:
+        a program whose ranks' mean work is w on `share` of a core each, and that waits c, takes w + c one after another
+        and at least max(w, share w + c) in a pipeline, and so no less than (w + c) / (2 - share).
+        """
+        share = self.cluster.share if trial.depth > 1 and trial.ranks else 1.0
+        return trial.depth * (2.0 - share)
+
     def price(self, trial: Trial, wishes: Wishes) -> tuple[Links, Pricing]:
         """Return the priced table of a trial.
 
@@ -157,7 +167,8 @@ class Solving:
         relaxed = program.relaxed(Limits(budget, max(left_s, 0.1), seed=self.options.seed))
         if relaxed.bound_s == inf:
             return Solved(trial, Solution("infeasible", (), inf, inf), why_not=WHY_NOT["infeasible"])
-        return Waiting(trial, links, pricing, program, relaxed.bound_s / trial.depth, relaxed.free_s / trial.depth)
+        apart = self.at_once(trial)
+        return Waiting(trial, links, pricing, program, relaxed.bound_s / apart, relaxed.free_s / apart)
 
     def unbounded(self, trial: Trial, wishes: Wishes) -> Waiting | None:
         """Return the trial priced, without a bound; `None` if it is impossible."""
@@ -212,9 +223,9 @@ class Solving:
                 program, budget = Ilp(pricing.table), self.budget
             else:
                 program, budget = one.program, self.budget_of_all(trial.depth)
-            solution = solve_program(program, self._limits(budget, left_s, best_s * trial.depth))
+            solution = solve_program(program, self._limits(budget, left_s, best_s * self.at_once(trial)))
             # Only the least that any cut needs proves anything of the trial.
-            proven = one.bound_s if even else max(one.bound_s, solution.bound_s / trial.depth)
+            proven = one.bound_s if even else max(one.bound_s, solution.bound_s / self.at_once(trial))
             solution = replace(solution, bound_s=proven)
             if not solution.options:
                 found = self._without_plan(one, solution)
