@@ -26,7 +26,8 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@mkdir -p $(OUT)
-	$(BIN)/autopar plan examples/gpt.py:build -c cpu:4 --batch 16 -o $(OUT)/demo.json
+	$(BIN)/autopar cluster detect --cpu-ranks 4 -o $(OUT)/cluster.yaml
+	$(BIN)/autopar plan examples/gpt.py:build -c $(OUT)/cluster.yaml --batch 16 -o $(OUT)/demo.json
 	$(BIN)/autopar run $(OUT)/demo.json -- examples/gpt.py --steps 20
 
 lint: $(READY)

@@ -24,6 +24,7 @@ _SAME = 0.02
 """Relative difference up to which two nominal bandwidths are the same."""
 
 _MACHINE_KEYS = ("hardware", "kind", "catalog", "library", "nodes", "devices_per_node", "date", "torch")
+_CORES_KEYS = ("cores", "nodes_per_machine")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Machine:
     devices_per_node: int
     date: str
     torch: str = ""
+    cores: float = 0.0
+    """How many devices' worth of work a machine's ranks did at once, see `NodeSpec.cores`; 0: not measured, and figures
+    are those of devices while all compute. Else they are those of one that computes alone."""
+
+    nodes_per_machine: int = 1
+
+    @property
+    def machine_devices(self) -> int:
+        """Return the devices of one machine."""
+        return self.devices_per_node * self.nodes_per_machine
 
     def __str__(self) -> str:
         """Return one phrase for the source of figures."""
@@ -108,7 +119,7 @@ def document(calibration: Calibration) -> dict[str, Any]:
     made: dict[str, Any] = {
         "version": VERSION,
         "catalog_format": catalog.FORMAT,
-        "machine": {key: getattr(machine, key) for key in _MACHINE_KEYS},
+        "machine": {key: getattr(machine, key) for key in (*_MACHINE_KEYS, *(_CORES_KEYS if machine.cores else ()))},
     }
     if calibration.device is not None:
         made["device"] = {**device_document(calibration.device), "catalog": machine.catalog}
@@ -190,7 +201,9 @@ def _between(found: object, known: int, key: str) -> list[int]:
 
 
 def _machine(section: Section) -> Machine:
-    section.only(*_MACHINE_KEYS).require("hardware", "kind", "catalog", "library", "nodes", "devices_per_node", "date")
+    section.only(*_MACHINE_KEYS, *_CORES_KEYS).require(
+        "hardware", "kind", "catalog", "library", "nodes", "devices_per_node", "date"
+    )
     return Machine(
         hardware=section.text("hardware"),
         kind=section.choice("kind", ("cpu", "gpu"), ""),
@@ -200,6 +213,8 @@ def _machine(section: Section) -> Machine:
         devices_per_node=section.count("devices_per_node"),
         date=section.text("date"),
         torch=section.text("torch"),
+        cores=section.number("cores", 0.0),
+        nodes_per_machine=section.count("nodes_per_machine") if "nodes_per_machine" in section else 1,
     )
 
 
@@ -249,7 +264,7 @@ def calibrated_groups(
         raise _of_another_machine(origin, calibration.machine, list(dict.fromkeys(differs)))
     inside, first = by_name.get("node"), by_name.get(names[1])
     made = tuple(
-        replace(group, node=_calibrated_node(group.node, calibration.device, inside, first))
+        _with_cores(replace(group, node=_calibrated_node(group.node, calibration.device, inside, first)), calibration)
         if group in fitting
         else group
         for group in groups
@@ -301,6 +316,19 @@ def _calibrated_node(
         links=_calibrated_link(node.links, inside),
         nic=_calibrated_link(node.nic, outside),
     )
+
+
+def _with_cores(group: NodeGroup, calibration: Calibration) -> NodeGroup:
+    """Return a group with the cores that were measured, if as many devices as a machine has shared them.
+
+    What fewer devices do at once says nothing of more: the cluster's own figure stays. Where nobody measured cores, the
+    device's figures hold what sharing them costs.
+    """
+    machine = calibration.machine
+    if calibration.device is None:
+        return group
+    made = replace(group, node=replace(group.node, cores=machine.cores, nodes_per_machine=machine.nodes_per_machine))
+    return group if machine.cores and made.machine_devices > machine.machine_devices else made
 
 
 def _calibrated_link(link: LinkSpec | None, level: LevelFigures | None) -> LinkSpec | None:

@@ -61,11 +61,14 @@ def median_s(sample: Sample) -> float:
 
 def spread(samples: Sequence[Sample]) -> float:
     """Return the median over samples of half the interquartile range over the median."""
-    found = []
-    for sample in samples:
-        low, middle, high = np.quantile(sample["seconds"], (0.25, 0.5, 0.75))
-        found.append(float((high - low) / 2 / middle))
+    found = [quartile_spread(sample["seconds"]) for sample in samples]
     return statistics.median(found) if found else 0.0
+
+
+def quartile_spread(values: Sequence[float]) -> float:
+    """Return half the interquartile range over the median."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return float((high - low) / 2 / middle)
 
 
 def fit_device(base: DeviceSpec, kernels: Sequence[Sample]) -> tuple[DeviceSpec, list[Fitted]]:

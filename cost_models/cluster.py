@@ -94,11 +94,14 @@ class ClusterSpec:
             raise ClusterError(message) from None
 
     @classmethod
-    def detect(cls) -> "ClusterSpec":
-        """Return this machine: its NVIDIA devices if nvidia-smi lists any, else its CPU cores."""
+    def detect(cls, cpu_ranks: int | None = None) -> "ClusterSpec":
+        """Return this machine: its NVIDIA devices if nvidia-smi lists any, else its CPU cores.
+
+        With `cpu_ranks` so many ranks on the CPU, whatever else there is; if there are fewer cores, they share them.
+        """
         from cost_models.detect import detect_node
 
-        return cls("this-machine", (NodeGroup(detect_node(), 1),))
+        return cls("this-machine", (NodeGroup(detect_node(cpu_ranks), 1),))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cluster file that `from_dict` reads back as an equal cluster."""
@@ -135,11 +138,31 @@ class ClusterSpec:
 
     @property
     def device(self) -> DeviceSpec:
-        """Return the device that all nodes have; an error naming the groups where they differ, see `as_equal`."""
+        """Return the device that all nodes have, as it is while all compute; an error naming groups where they differ.
+
+        Devices that share cores are slower then than one that computes alone, see `alone`; unlike ones: `as_equal`.
+        """
         first = self.groups[0].node.device
         if any(not same_figures(first, group.node.device) for group in self.groups):
             raise self._mixed("device")
-        return first
+        return first.at_share(self.share)
+
+    @property
+    def share(self) -> float:
+        """Return what a device has of a core while all compute, the least of all groups; 1 where none are shared."""
+        return self._tightest.share
+
+    @property
+    def shared_cores(self) -> tuple[float, int] | None:
+        """Return the cores of a machine and the devices that share them, where some do; the scarcest of all groups."""
+        group = self._tightest
+        return (group.node.cores, group.machine_devices) if group.share < 1.0 else None
+
+    @property
+    def alone(self) -> "ClusterSpec":
+        """Return the cluster as a device finds it that computes while no other one does: no cores are shared."""
+        groups = (replace(g, node=replace(g.node, cores=0.0, nodes_per_machine=1)) for g in self.groups)
+        return replace(self, groups=tuple(groups))
 
     @property
     def memory_bytes(self) -> int:
@@ -148,15 +171,14 @@ class ClusterSpec:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Return the link levels, inner to outer; of unlike nodes, the slowest counts.
+        """Return the link levels, inner to outer, as they are while all compute; of unlike nodes, the slowest counts.
 
         An error where nodes have unlike numbers of devices: such a cluster has
         no common hierarchy; see `in_equal_nodes`.
         """
         node_level = _node_level([group.node for group in self.groups], self.devices_per_node)
-        if self.node_count == 1:
-            return (node_level,)
-        return (node_level, *self._network_levels())
+        network = self._network_levels() if self.node_count > 1 else ()
+        return tuple(_at_share(level, self.share) for level in (node_level, *network))
 
     def split_groups(self) -> tuple["ClusterSpec", ...]:
         """Return one homogeneous cluster a group, in rank order, without outer network sizes."""
@@ -216,6 +238,10 @@ class ClusterSpec:
     def devices(self) -> tuple[DeviceSpec, ...]:
         """Return the device of every rank."""
         return tuple(group.node.device for group in self.groups for _ in range(group.count * group.node.count))
+
+    @property
+    def _tightest(self) -> NodeGroup:
+        return min(self.groups, key=lambda group: group.share)
 
     def _with_calibration(self, path: Path) -> "ClusterSpec":
         """Return the cluster with measured constants; `path` is the cluster file."""
@@ -298,11 +324,15 @@ class ClusterSpec:
 
 
 def _in_parts(group: NodeGroup, size: int) -> NodeGroup:
-    """Return a group whose nodes are cut into parts of `size` devices, each with its share of the adapter."""
+    """Return a group whose nodes are cut into parts of `size` devices, each with its share of the adapter.
+
+    Parts are of the machine that their node was of, and share its cores.
+    """
     node = group.node
     parts = node.count // size
     nic = None if node.nic is None else replace(node.nic, bytes_per_s=node.nic.bytes_per_s / parts)
-    return NodeGroup(replace(node, count=size, nic=nic), group.count * parts)
+    machine = node.nodes_per_machine * parts
+    return NodeGroup(replace(node, count=size, nic=nic, nodes_per_machine=machine), group.count * parts)
 
 
 def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:
@@ -322,6 +352,21 @@ def _node_level(nodes: list[NodeSpec], fanout: int) -> Level:
         library=_library(nodes),
         host_bytes_per_s=slowest.host_bytes_per_s,
         efficiency_of=slowest.efficiency_of,
+    )
+
+
+def _at_share(level: Level, share: float) -> Level:
+    """Return a level as ranks have it with `share` of a core each: that part is slower which cores do."""
+    if share == 1.0:
+        return level
+    level = replace(level, host_bytes_per_s=level.host_bytes_per_s * share)
+    if level.topology != "host":
+        return level
+    return replace(
+        level,
+        bytes_per_s=level.bytes_per_s * share,
+        latency_s=level.latency_s / share,
+        call_s=level.call_s / share,
     )
 
 

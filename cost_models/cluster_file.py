@@ -6,6 +6,7 @@ topology, and `to_dict` writes everything out, so that a resolved cluster does
 not depend on the catalogue.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from cost_models.section import Section
 
 VERSION = 1
 _TOP_KEYS = ("version", "name", "devices", "nodes", "groups", "network", "calibration", "calibrated")
+_NODE_KEYS = ("preset", "device", "count", "links", "nic", "cores", "nodes_per_machine")
 _HOST_KEYS = ("host_bandwidth", "efficiency_of")
 _LINK_KEYS = (
     "preset",
@@ -135,7 +137,7 @@ def _check_version(top: Section) -> None:
 
 
 def _read_node(name: str, section: Section, devices: Mapping[str, DeviceSpec]) -> NodeSpec:
-    section.only("preset", "device", "count", "links", "nic")
+    section.only(*_NODE_KEYS)
     base = _preset(section, "nodes", preset_node)
     if base is None:
         section.require("device", "count", example="{device: h100, count: 8}")
@@ -146,7 +148,27 @@ def _read_node(name: str, section: Section, devices: Mapping[str, DeviceSpec]) -
     if count > 1 and links is None:
         example = "links: {bandwidth: 450GB/s, latency: 1us, topology: switch}"
         raise section.error(f"has {count} devices and no 'links' that join them; add such as `{example}`")
-    return NodeSpec(name, device, count, links, nic)
+    cores, machine = _read_cores(section, device)
+    return NodeSpec(name, device, count, links, nic, cores, machine)
+
+
+def _read_cores(section: Section, device: DeviceSpec) -> tuple[float, int]:
+    """Return the cores that the ranks of one machine share, 0 for none, and of how many nodes the machine is made."""
+    if "cores" not in section:
+        if "nodes_per_machine" in section:
+            raise section.error(
+                "says which nodes share cores, but not how many; add such as `cores: 2`", "nodes_per_machine"
+            )
+        return 0.0, 1
+    cores = section.number("cores", 0.0)
+    if not 0 < cores < math.inf:
+        raise section.error(f"must be more than 0, but is {section['cores']!r}", "cores")
+    if device.kind != "cpu":
+        raise section.error(
+            f"are shared by ranks that compute on the CPU, and {device.name!r} is a {device.kind}; leave it out",
+            "cores",
+        )
+    return cores, section.count("nodes_per_machine") if "nodes_per_machine" in section else 1
 
 
 def _preset(section: Section, of: str, load: Any) -> Any:
@@ -265,6 +287,8 @@ def _node_document(node: NodeSpec) -> dict[str, Any]:
         }
     if node.nic is not None:
         document["nic"] = _link_document(node.nic)
+    if node.cores:
+        document |= {"cores": node.cores, "nodes_per_machine": node.nodes_per_machine}
     return document
 
 

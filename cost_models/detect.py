@@ -10,19 +10,20 @@ from cost_models.cluster_file import shorthand_node
 from cost_models.errors import ClusterError, suggestion
 from cost_models.node import NodeSpec
 
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 
 
-def detect_node() -> NodeSpec:
-    """Return this machine as a node: its NVIDIA devices, else its CPU cores.
+def detect_node(cpu_ranks: int | None = None) -> NodeSpec:
+    """Return this machine as a node: its NVIDIA devices, else its CPU cores; or `cpu_ranks` on these, where given.
 
     Links and compute rates are the catalogue's for the recognised device, not
     measured. Raises `ClusterError` for a device that the catalogue lacks and
     for devices that differ.
     """
-    lines = _nvidia_smi()
+    lines = [] if cpu_ranks else _nvidia_smi()
     if not lines:
-        return _cpu_node()
+        return _cpu_node(cpu_ranks)
     if len(set(lines)) > 1:
         message = f"this machine mixes devices ({'; '.join(lines)}); describe it in a cluster file with two groups"
         raise ClusterError(message)
@@ -71,13 +72,23 @@ def _nvidia_smi() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
-def _cpu_node() -> NodeSpec:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    node = shorthand_node("cpu", cores)
+def _cpu_node(ranks: int | None) -> NodeSpec:
+    cores = _cores()
+    count = ranks or max(1, int(cores))
+    node = shorthand_node("cpu", count)
+    if count > cores:
+        node = replace(node, cores=cores)
     memory_bytes = _memory_bytes()
     if memory_bytes is None:
         return node
-    return replace(node, device=replace(node.device, memory_bytes=memory_bytes // cores))
+    return replace(node, device=replace(node.device, memory_bytes=memory_bytes // count))
+
+
+def _cores() -> float:
+    """Return the cores that this process may use: those it is bound to, or fewer by its control group's limit."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota, _, period = _CPU_QUOTA.read_text().strip().partition(" ") if _CPU_QUOTA.is_file() else ("max", "", "")
+    return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
 
 
 def _memory_bytes() -> int | None:

@@ -1,7 +1,7 @@
 """One accelerator, or one CPU core: capacity, rates and what fraction is achieved."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cost_models import catalog
 from cost_models.errors import CostModelError, suggestion
@@ -126,6 +126,20 @@ class DeviceSpec:
         """Return the seconds of a run of operators that take the device `device_s`, the host's part included."""
         host_s = operators * self.host_s
         return device_s + host_s if self.host_waits else max(device_s, host_s)
+
+    def at_share(self, share: float) -> "DeviceSpec":
+        """Return the device with `share` of its core: all that it does takes 1 / `share` as long."""
+        if share == 1.0:
+            return self
+        return replace(
+            self,
+            memory_bytes_per_s=self.memory_bytes_per_s * share,
+            peak_flops={dtype: rate * share for dtype, rate in self.peak_flops.items()},
+            kernel_launch_s=self.kernel_launch_s / share,
+            transcendentals_per_s=self.transcendentals_per_s * share,
+            fresh_bytes_per_s=self.fresh_bytes_per_s * share,
+            host_s=self.host_s / share,
+        )
 
     def flops_for(self, dtype: str) -> float:
         """Return the dense peak in FLOP/s for `dtype`.

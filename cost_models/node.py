@@ -54,6 +54,12 @@ class NodeSpec:
     count: int
     links: LinkSpec | None = None
     nic: LinkSpec | None = None
+    cores: float = 0.0
+    """How many devices' worth of work the machine does at once, where its devices are ranks that share its cores.
+    0: each device computes for itself."""
+
+    nodes_per_machine: int = 1
+    """Nodes that are one machine and share its cores, as network namespaces or containers do."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,16 @@ class NodeGroup:
 
     node: NodeSpec
     count: int
+
+    @property
+    def machine_devices(self) -> int:
+        """Return the devices of one machine."""
+        return self.node.count * min(self.node.nodes_per_machine, self.count)
+
+    @property
+    def share(self) -> float:
+        """Return what a device has of a core while all devices of its machine compute; 1 where none are shared."""
+        return min(1.0, self.node.cores / self.machine_devices) if self.node.cores else 1.0
 
 
 @dataclass(frozen=True)

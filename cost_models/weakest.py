@@ -8,6 +8,7 @@ Not modelled: which device is slowest may change from operator to operator, and 
 may make up in the next before they meet.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -84,12 +85,16 @@ def weakest_link(links: Sequence[LinkSpec]) -> LinkSpec | None:
 
 def weakest_node(nodes: Sequence[NodeSpec]) -> NodeSpec:
     """Return a node of the weakest device, links and adapter of nodes with equally many devices."""
+    # Of machines whose ranks share cores, that counts where a rank has least of one.
+    tightest = min(nodes, key=_cores_of_each)
     return NodeSpec(
         name=" and ".join(dict.fromkeys(node.name for node in nodes)),
         device=weakest_device([node.device for node in nodes]),
         count=nodes[0].count,
         links=weakest_link([node.links for node in nodes if node.links is not None]),
         nic=weakest_link([node.nic for node in nodes if node.nic is not None]),
+        cores=tightest.cores,
+        nodes_per_machine=tightest.nodes_per_machine,
     )
 
 
@@ -117,11 +122,12 @@ def same_figures(one: DeviceSpec, other: DeviceSpec) -> bool:
 
 def same_node(one: NodeSpec, other: NodeSpec) -> bool:
     """Return whether two nodes are equal but for names."""
-    return same_figures(one.device, other.device) and (one.count, one.links, one.nic) == (
-        other.count,
-        other.links,
-        other.nic,
-    )
+    alike = same_figures(one.device, other.device)
+    return alike and replace(one, name="", device=other.device) == replace(other, name="")
+
+
+def _cores_of_each(node: NodeSpec) -> float:
+    return node.cores / (node.count * node.nodes_per_machine) if node.cores else math.inf
 
 
 def _common(mappings: Iterable[Mapping[str, float]]) -> list[str]:

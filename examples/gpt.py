@@ -1,6 +1,7 @@
 """A small GPT, planned beforehand and trained under torchrun: what `make demo` runs.
 
-    autopar plan examples/gpt.py:build -c cpu:4 --batch 16 -o out/demo.json
+    autopar cluster detect --cpu-ranks 4 -o out/cluster.yaml
+    autopar plan examples/gpt.py:build -c out/cluster.yaml --batch 16 -o out/demo.json
     autopar run out/demo.json -- examples/gpt.py --steps 20
 
 Prints the losses, and the step time that the plan predicts beside the one that is measured. The task is to copy: the
@@ -95,17 +96,14 @@ def main():
 
     model, batch = build(args.batch)
     plan = os.environ.get("AUTOPAR_PLAN")  # set by `autopar run`; without it the plan is searched here
-    cluster = f"cpu:{ranks}"
-    plan = autopar.Plan.load(plan) if plan else autopar.plan(model, cluster, example_inputs=batch)
-    model = autopar.compile(model, cluster, example_inputs=batch, plan=plan)
+    here = autopar.ClusterSpec.detect(cpu_ranks=ranks)
+    plan = autopar.Plan.load(plan) if plan else autopar.plan(model, here, example_inputs=batch)
+    model = autopar.compile(model, example_inputs=batch, plan=plan)
 
     say(f"mesh: {str(plan.decisions.mesh) or 'one rank'}")
     seconds = train(model, batch, args.steps, say)
     measured, predicted = statistics.median(seconds[min(3, args.steps - 1) :]), plan.estimates.step_time_s
     say(f"predicted {predicted * 1e3:.1f} ms a step, measured {measured * 1e3:.1f} ms")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores < ranks:
-        say(f"predicted for a core a rank; here {ranks} ranks share {cores}: expect {ranks / cores:.1f} times that")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -101,7 +101,12 @@ def small_plan() -> Plan:
             model="zoo:mlp", global_batch=16, microbatch=8, num_microbatches=1,
             precision="bf16", optimizer="adamw", tokens_per_step=None,
         ),
-        cluster={"version": 1, "name": "two-pods", "nodes": {"dgx": {"count": 4}}},
+        cluster={
+            "version": 1,
+            "name": "two-pods",
+            "nodes": {"dgx": {"preset": "dgx-h100", "count": 4}},
+            "groups": [{"node": "dgx", "count": 1}],
+        },
         decisions=Decisions(
             degrees={"dp_shard": 2, "tp": 4},
             mesh=mesh,

@@ -45,7 +45,7 @@ class BlockCosts:
         """Return what each block costs."""
         count = len(self.paths)
         seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
-        behind = {part: [0.0] * count for part in seconds}
+        behind, waiting = ({part: [0.0] * count for part in seconds} for _ in range(2))
         apart = weight_gradients(self.graph, self.of)
         temporary = self._temporary()
         known: dict[str, float] = {}
@@ -62,13 +62,17 @@ class BlockCosts:
                 late = bool(issued.readers) and apart.issuperset(issued.readers)
                 part = "weights" if late else issued.phase
                 hidden = self._hidden_s(issued)
-                seconds[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
+                waiting[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
                 behind[part][self.of[issued.at]] += hidden
-        device = self.outcome.links.cluster.device
+        device, share = self.outcome.links.cluster.device, self.outcome.links.cluster.share
         for part, found in seconds.items():
+            # What is priced is what ranks take while all compute; here, what one takes that has a core.
+            work = [each * share for each in found]
+            shown = [each + waits for each, waits in zip(work, waiting[part], strict=True)]
             # A block's gathers run behind the block before it, which is about as long; the host runs ahead of both.
-            busy = map(max, found, behind[part])
+            busy = map(max, shown, behind[part])
             seconds[part] = [device.with_host_s(*each) for each in zip(busy, launched[part], strict=True)]
+            waiting[part] = [whole - each for whole, each in zip(seconds[part], work, strict=True)]
         static = self.static
         saved, kept = self._saved(apart)
         return [
@@ -76,6 +80,9 @@ class BlockCosts:
                 forward_s=seconds["forward"][at],
                 input_gradient_s=seconds["backward"][at],
                 weight_gradient_s=seconds["weights"][at],
+                forward_waiting_s=waiting["forward"][at],
+                input_gradient_waiting_s=waiting["backward"][at],
+                weight_gradient_waiting_s=waiting["weights"][at],
                 static_bytes=round(sum(static[at])),
                 activation_bytes=round(saved[at]),
                 kept_bytes=round(kept[at]),

@@ -6,16 +6,23 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopar.errors import UsageError
 from cost_models.calibration import Calibration, LevelFigures, Machine, level_figures
-from cost_models.calibration_fit import Fitted, fit_device, fit_level, median_s
+from cost_models.calibration_fit import Fitted, fit_device, fit_level, median_s, quartile_spread
 from cost_models.cluster import ClusterSpec
 from cost_models.node import Level
+
+if TYPE_CHECKING:
+    from autopar.runtime.ranks import Ranks
+
+T = TypeVar("T")
 
 
 def described(cluster: str | None) -> ClusterSpec | None:
@@ -49,6 +56,7 @@ def measured(spec: ClusterSpec | None) -> Calibration | None:
     import torch
     import torch.distributed as dist
 
+    from autopar.runtime.measure_cores import measure_cores
     from autopar.runtime.measure_kernels import hardware, measure_kernels
     from autopar.runtime.measure_links import measure_links
     from autopar.runtime.ranks import Ranks
@@ -57,25 +65,76 @@ def measured(spec: ClusterSpec | None) -> Calibration | None:
     if ranks.device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world_size)))
-    spec = spec or _detected(ranks.world_size, local)
+    spec = (spec or _detected(ranks.world_size, local)).alone
     levels = _measured_levels(spec, ranks.world_size, local)
-    kernels = _slowest(list(ranks.gather(measure_kernels(ranks.device))))
+    cores = measure_cores(ranks)
+    shared = _Sharing(cores.value, cores.ranks) if cores else _Sharing()
+    kernels = _slowest(list(ranks.gather(shared.in_turns(ranks, lambda: measure_kernels(ranks.device)))))
     links = measure_links({each.name: each.fanout for each in levels}, ranks) if ranks.world_size > 1 else []
     if dist.is_initialized():
         dist.barrier()
     if ranks.rank:
         return None
-    device, figures = fit_device(spec.device, kernels)
+    device, figures = fit_device(spec.device, shared.alone(kernels, shared.at_once))
     machine = _machine(
         spec, hardware(ranks.device), ranks.world_size // local, local, "gloo" if ranks.device.type == "cpu" else "nccl"
     )
+    if cores is not None:
+        machine = replace(machine, cores=cores.value, nodes_per_machine=max(1, cores.ranks // local))
+        figures.append(Fitted("cores", cores.value, "count", quartile_spread(cores.cores), 0.0, len(cores.cores)))
     return Calibration(
         machine=machine,
         device=device,
         device_figures=tuple(figures),
-        levels=_fitted(levels, links),
+        levels=_fitted(levels, links, shared),
         samples=(*kernels, *links),
     )
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """Ranks of a machine that share its cores: what was timed while several compute, as of one that computes alone."""
+
+    cores: float = inf
+    ranks: int = 1
+    """Of a machine."""
+
+    @property
+    def at_once(self) -> int:
+        """Return how many ranks of a machine compute without taking turns on cores, as far as these are whole."""
+        return max(1, min(self.ranks, round(min(self.cores, self.ranks))))
+
+    def in_turns(self, ranks: Ranks, measure: Callable[[], T]) -> T | None:
+        """Return what this rank measured in its turn; no more ranks of a machine measure at once than it has cores.
+
+        A kernel of some microseconds that shares a core runs undisturbed, or waits for a whole slice of the other rank:
+        timings of it do not tell how long it takes on average.
+        """
+        found: T | None = None
+        for first in range(0, self.ranks, self.at_once):
+            if first <= ranks.rank % self.ranks < first + self.at_once:
+                found = measure()
+            ranks.gather(None)
+        return found
+
+    def alone(self, samples: Iterable[Mapping[str, Any]], at_work: int) -> list[Mapping[str, Any]]:
+        """Return samples that were timed while so many ranks of a machine were at work, with the seconds of one."""
+        share = min(1.0, self.cores / at_work)
+        return [{**each, **{key: _times(each[key], share) for key in _STRETCHED if key in each}} for each in samples]
+
+    def on_links(self, level: Level, inside: int, samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return a level's samples, of groups of one in `inside` ranks: cores do what is beside them, and loopback."""
+        alone = self.alone(samples, max(1, self.ranks // inside))
+        by_cores = [level.topology == "host" or bool(each.get("beside")) for each in samples]
+        return [one if mine else each for one, each, mine in zip(alone, samples, by_cores, strict=True)]
+
+
+_STRETCHED = ("seconds", "old_s", "compute_s")
+"""Of a sample, what takes longer while others compute; processor seconds (`host_s`) do not."""
+
+
+def _times(seconds: Any, share: float) -> Any:
+    return [each * share for each in seconds] if isinstance(seconds, list | tuple) else seconds * share
 
 
 def imported(files: Sequence[Path], spec: ClusterSpec | None) -> Calibration:
@@ -165,11 +224,14 @@ def _what(sample: Mapping[str, Any]) -> str:
     return str([(key, value) for key, value in sample.items() if key not in {"seconds", "old_s"}])
 
 
-def _fitted(levels: Sequence[Level], samples: Sequence[Mapping[str, Any]]) -> tuple[LevelFigures, ...]:
+def _fitted(
+    levels: Sequence[Level], samples: Sequence[Mapping[str, Any]], shared: _Sharing = _Sharing()
+) -> tuple[LevelFigures, ...]:
     now = list(levels)
     made: list[LevelFigures] = []
     for place, level in enumerate(levels):
-        of = [each for each in samples if each["level"] == level.name]
+        inside = math.prod(each.fanout for each in levels[:place])
+        of = shared.on_links(level, inside, [each for each in samples if each["level"] == level.name])
         if not of:
             continue
         figures: list[Fitted]

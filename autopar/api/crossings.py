@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from autopar.api.places import Places
 from autopar.costs.links import Message
@@ -21,6 +22,16 @@ from cost_models.collectives import collective_s, host_s
 from cost_models.topology import Hop, axis_hops
 
 
+class Way(NamedTuple):
+    """Link levels between ranks of a pipeline, inner to outer."""
+
+    busy: tuple[Hop, ...]
+    """While all ranks compute."""
+
+    alone: tuple[Hop, ...]
+    """As a rank finds them that has a core for itself."""
+
+
 @dataclass
 class Crossings:
     """The values between neighbouring blocks of a program that is solved on one stage's mesh."""
@@ -31,7 +42,8 @@ class Crossings:
     """Of every operator."""
 
     blocks: int
-    _known: dict[tuple[Hop, ...], list[Boundary]] = field(init=False, default_factory=dict)
+    _known: dict[Way, list[Boundary]] = field(init=False, default_factory=dict)
+    _ways: dict[tuple[int, int], Way] = field(init=False, default_factory=dict)
 
     @cached_property
     def boundaries(self) -> list[Boundary]:
@@ -39,14 +51,14 @@ class Crossings:
 
         Which level a boundary uses depends on the cut that is searched for.
         """
-        return [self._boundary(held, self._hops) for held in self._bytes]
+        return [self._boundary(held, self._longest) for held in self._bytes]
 
     def between(self, one: int, other: int) -> list[Boundary]:
         """Return what crosses, priced on the links between two blocks of ranks."""
-        hops = self._joining(one, other)
-        if hops not in self._known:
-            self._known[hops] = [self._boundary(held, hops) for held in self._bytes]
-        return self._known[hops]
+        way = self._joining(one, other)
+        if way not in self._known:
+            self._known[way] = [self._boundary(held, way) for held in self._bytes]
+        return self._known[way]
 
     def of_cut(self, cut: Cut, schedule: PipelineSchedule, order: Order) -> list[Boundary]:
         """Return the boundaries, those where stages of a cut end priced on the links between the stages' ranks."""
@@ -56,21 +68,26 @@ class Crossings:
             found[first - 1] = self._boundary(self._bytes[first - 1], self._joining(one, other))
         return found
 
-    def _joining(self, one: int, other: int) -> tuple[Hop, ...]:
-        """Return the link levels between two blocks of ranks, inner to outer."""
-        hops = self._levels(self.places.joining((one, other)))
-        inside = accumulate((hop.ranks for hop in hops), mul)
-        crossed = sum(one // ranks != other // ranks for ranks in inside)
-        return hops[: crossed + 1]
+    def _joining(self, one: int, other: int) -> Way:
+        """Return the link levels between two blocks of ranks."""
+        if (one, other) not in self._ways:
+            whole = self._levels(self.places.joining((one, other)))
+            inside = accumulate((hop.ranks for hop in whole.busy), mul)
+            crossed = sum(one // ranks != other // ranks for ranks in inside)
+            self._ways[one, other] = Way(whole.busy[: crossed + 1], whole.alone[: crossed + 1])
+        return self._ways[one, other]
 
     @cached_property
-    def _hops(self) -> tuple[Hop, ...]:
-        """Return the link levels that the pipeline crosses, inner to outer."""
+    def _longest(self) -> Way:
+        """Return all link levels that the pipeline crosses."""
         return self._levels(self.outcome.links.cluster)
 
-    def _levels(self, cluster: ClusterSpec) -> tuple[Hop, ...]:
+    def _levels(self, cluster: ClusterSpec) -> Way:
+        """Return the link levels that the pipeline crosses on a cluster."""
         links = self.outcome.links
-        return axis_hops(cluster.levels, (self.places.depth, *links.sizes[links.time_axes :]), 0)
+        sizes = (self.places.depth, *links.sizes[links.time_axes :])
+        busy = axis_hops(cluster.levels, sizes, 0)
+        return Way(busy, axis_hops(cluster.alone.levels, sizes, 0) if cluster.share < 1.0 else busy)
 
     @cached_property
     def _bytes(self) -> list[int]:
@@ -98,10 +115,15 @@ class Crossings:
                 alive[at] += local_bytes(meta, layout, sizes)
         return [round(held) for held in alive]
 
-    def _boundary(self, nbytes: int, hops: Sequence[Hop]) -> Boundary:
-        called_s, handled_s = self._handled_s(nbytes, hops)
-        moved_s = max(0.0, self._moved_s(nbytes, hops) - called_s)
-        return Boundary(forward_s=moved_s, backward_s=moved_s, host_s=called_s + handled_s, value_bytes=nbytes)
+    def _boundary(self, nbytes: int, way: Way) -> Boundary:
+        """Return what crosses some link levels, priced: transfers while all compute, the core's part of one alone.
+
+        The simulator stretches what cores do where others compute beside.
+        """
+        called_s, _ = self._handled_s(nbytes, way.busy)
+        moved_s = max(0.0, self._moved_s(nbytes, way.busy) - called_s)
+        handled_s = sum(self._handled_s(nbytes, way.alone))
+        return Boundary(forward_s=moved_s, backward_s=moved_s, host_s=handled_s, value_bytes=nbytes)
 
     def _moved_s(self, nbytes: int, hops: Sequence[Hop]) -> float:
         """Return the seconds of handing a value on.

@@ -257,7 +257,7 @@ class Outer:
             if least is None or self._lightest_s(least) >= room:
                 return
             free_s = self._relaxed_s(replace(least, recompute="none"))
-            self._free_s[_without(least)] = free_s / self.solving.pace(least.depth)
+            self._free_s[_without(least)] = free_s / self.solving.at_once(least)
 
     def _is_open(self, one: Solved) -> bool:
         return one.trial.recompute != "none" and one.solution.status != "infeasible"
@@ -301,7 +301,7 @@ class Outer:
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
         known = max(self._work_s.get((way, shape.width, largest), 0.0) for way in ways)
         samples = self.solving.program.batch_size / shape.replicas
-        return known / max(largest, 1) * samples / self.solving.pace(shape.depth)
+        return known / max(largest, 1) * samples / self.solving.at_once(trial)
 
     def _estimates(self, trials: Sequence[Trial]) -> list[float]:
         self.progress.phase(f"estimate {len(trials)} trials")

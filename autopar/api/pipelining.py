@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 
 from autopar.api.block_costs import BlockCosts
 from autopar.api.crossings import Crossings
@@ -21,6 +22,7 @@ from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, find_cuts_on, p
 from autopar.search.stages import Assigned, Boundary
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
+from autopar.simulate.sharing import shared_cores
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,9 @@ class Pipelined:
                     forward_s=cost.forward_s,
                     input_gradient_s=cost.input_gradient_s,
                     weight_gradient_s=cost.weight_gradient_s,
+                    forward_waiting_s=cost.forward_waiting_s,
+                    input_gradient_waiting_s=cost.input_gradient_waiting_s,
+                    weight_gradient_waiting_s=cost.weight_gradient_waiting_s,
                     send_forward_s=edge.forward_s if edge else 0.0,
                     send_backward_s=edge.backward_s if edge else 0.0,
                 )
@@ -238,6 +243,7 @@ class _Placed:
         on = [links] if len(clusters) == 1 else [links.on(each) for each in clusters]
         self._of_kind = [BlockCosts(replace(self.outcome, links=each), self.paths, of) for each in on]
         self._crossings = Crossings(self.outcome, self.places, of, len(self.paths))
+        self._shared = shared_cores(links.cluster, prod(links.sizes[links.time_axes :]))
         batch_bytes = self._of_kind[0].batch_bytes
         self._reserved = [each + batch_bytes for each in self.places.reserved]
 
@@ -289,7 +295,7 @@ class _Placed:
         first = self._of_kind[0]
         edges = self._crossings.of_cut(cut, schedule, order)
         costs = pipeline_costs(first.units, edges, schedule, cut.first_units, [each.units for each in on_rank])
-        timeline = simulate(schedule, costs)
+        timeline = simulate(schedule, costs, shared=self._shared)
         stops = (*cut.first_units[1:], len(self.paths))
         runs = [range(start, stop) for start, stop in zip(cut.first_units, stops, strict=True)]
         mine: list[list[int]] = [[] for _ in range(schedule.ranks)]

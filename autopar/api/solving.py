@@ -141,6 +141,17 @@ class Solving:
         places = self.places(depth)
         return sum(places.budgets) - sum(places.reserved) + int(self.equal.device.reserved_bytes)
 
+    def at_once(self, trial: Trial) -> float:
+        """Return how many times as long as a trial's pipeline its stages take at most, one after another.
+
+        That is the pipeline's ranks, or their pace where devices are unlike. Where they share cores, collectives of one
+        can be waited for while others compute:
+        a program whose ranks' mean work is w on `share` of a core each, and that waits c, takes w + c one after another
+        and at least max(w, share w + c) in a pipeline, and so no less than (w + c) / (2 - share).
+        """
+        share = self.cluster.share if trial.depth > 1 and trial.ranks else 1.0
+        return self.pace(trial.depth) * (2.0 - share)
+
     def price(self, trial: Trial, wishes: Wishes) -> tuple[Links, Pricing]:
         """Return the priced table of a trial.
 
@@ -192,8 +203,8 @@ class Solving:
         relaxed = program.relaxed(Limits(budget, max(left_s, 0.1), seed=self.options.seed))
         if relaxed.bound_s == inf:
             return Solved(trial, Solution("infeasible", (), inf, inf), why_not=WHY_NOT["infeasible"])
-        pace = self.pace(trial.depth)
-        return Waiting(trial, links, pricing, program, relaxed.bound_s / pace, relaxed.free_s / pace)
+        apart = self.at_once(trial)
+        return Waiting(trial, links, pricing, program, relaxed.bound_s / apart, relaxed.free_s / apart)
 
     def unbounded(self, trial: Trial, wishes: Wishes) -> Waiting | None:
         """Return the trial priced, without a bound; `None` if it is impossible."""
@@ -243,16 +254,16 @@ class Solving:
         """Solve with the memory of an even cut first; if that finds nothing, with the least that any cut needs."""
         trial = one.trial
         found: Solved | None = None
-        pace = self.pace(trial.depth)
         for even in (each == "even" for each in cuts):
             if even:
                 pricing = one.pricing.staged(self._split(trial, wishes, ways[0]))
                 program, budget = Ilp(pricing.table), self.budget
             else:
                 program, budget = one.program, self.budget_of_all(trial.depth)
-            solution = solve_program(program, self._limits(budget, left_s, best_s * pace))
+            apart = self.at_once(trial)
+            solution = solve_program(program, self._limits(budget, left_s, best_s * apart))
             # Only the least that any cut needs proves anything of the trial.
-            proven = one.bound_s if even else max(one.bound_s, solution.bound_s / pace)
+            proven = one.bound_s if even else max(one.bound_s, solution.bound_s / apart)
             solution = replace(solution, bound_s=proven)
             if not solution.options:
                 found = self._without_plan(one, solution)

@@ -70,12 +70,16 @@ def validate(
 @app.command()
 def detect(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Instead of stdout.")] = None,
+    cpu_ranks: Annotated[
+        int | None,
+        typer.Option("--cpu-ranks", metavar="N", min=1, help="So many CPU ranks; they share cores if these are fewer."),
+    ] = None,
     as_json: _AsJson = False,
 ) -> int:
     """Print this machine as a cluster file."""
     from cost_models.cluster import ClusterSpec
 
-    write(_document(ClusterSpec.detect(), as_json), output)
+    write(_document(ClusterSpec.detect(cpu_ranks), as_json), output)
     return 0
 
 

@@ -193,7 +193,10 @@ class Rough:
             behind_s, reduce_s = behind_s + shape.microbatches * once, 0.0
         busy = shape.microbatches * microbatch_s * self.busiest_share(shape.depth)
         bubble = microbatch_s * (shape.depth - 1) / shape.depth
-        return max(busy, behind_s) + bubble + reduce_s
+        # Ranks that share cores are faster while others wait; but all their work has to be done on these cores.
+        share = self.cluster.share
+        computing_s = max(shape.microbatches * microbatch_s / shape.depth, share * (busy + bubble))
+        return max(computing_s, behind_s + share * bubble) + reduce_s
 
 
 @lru_cache

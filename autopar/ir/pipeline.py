@@ -19,6 +19,12 @@ class StageCost:
     backward_s: float | None = None
     """Of both gradients in one go; None: the sum of the two."""
 
+    forward_waiting_s: float = 0.0
+    """Of the seconds above, waiting for collectives inside the stage: it takes no core from other ranks."""
+
+    input_gradient_waiting_s: float = 0.0
+    weight_gradient_waiting_s: float = 0.0
+
     static_bytes: int = 0
     """Parameters, gradients, optimizer state: there from start to end."""
 
@@ -37,6 +43,15 @@ class StageCost:
             "B": self.input_gradient_s + self.weight_gradient_s,
             "I": self.input_gradient_s,
             "W": self.weight_gradient_s,
+        }[kind]
+
+    def waiting_s(self, kind: Kind) -> float:
+        """Return what of a computation's seconds is waiting for collectives inside the stage."""
+        return {
+            "F": self.forward_waiting_s,
+            "B": min(self.input_gradient_waiting_s + self.weight_gradient_waiting_s, self.seconds("B")),
+            "I": self.input_gradient_waiting_s,
+            "W": self.weight_gradient_waiting_s,
         }[kind]
 
     def allocated_bytes(self, kind: Kind) -> int:

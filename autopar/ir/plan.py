@@ -236,10 +236,15 @@ class StageEstimate:
     step_time_s: float
     peak_memory_bytes: int
     forward_s: float = 0.0
-    """Of one micro-batch, as the seconds below."""
+    """Of one micro-batch, as the seconds below; where ranks share cores, of ranks that have one each."""
 
     input_gradient_s: float = 0.0
     weight_gradient_s: float = 0.0
+    forward_waiting_s: float = 0.0
+    """Of `forward_s`, waiting for collectives inside the stage, which takes no core."""
+
+    input_gradient_waiting_s: float = 0.0
+    weight_gradient_waiting_s: float = 0.0
     send_forward_s: float = 0.0
     """Of what the next stage reads."""
 

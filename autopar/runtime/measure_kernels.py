@@ -1,4 +1,4 @@
-"""Seconds of kernels on this rank's device, while all ranks of the machine run the same.
+"""Seconds of kernels on this rank's device, while as many ranks of the machine run the same as it has cores.
 
 What is timed and in which sizes is said here; what the seconds mean to the cost model is not known here
 (`cost_models.calibration_fit`). Operands are made before, results go where they went before, except where new memory
@@ -130,7 +130,7 @@ def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
             if batch == 1:
                 a, b, out = a[0], b[0], out[0]
             product = torch.mm if batch == 1 else torch.bmm
-            turns = itertools.cycle(_copies(a, b, out))
+            turns = itertools.cycle(copies(a, b, out))
 
             def multiply(turns: Iterator[Sequence[Tensor]] = turns, product: Callable[..., Tensor] = product) -> None:
                 a, b, out = next(turns)
@@ -148,7 +148,7 @@ def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
         rate = flops / slowest
 
 
-def _copies(*tensors: Tensor) -> list[Sequence[Tensor]]:
+def copies(*tensors: Tensor) -> list[Sequence[Tensor]]:
     """Return the tensors and as many copies of all of them as caches do not hold."""
     count = -(-_UNCACHED_BYTES // sum(each.nbytes for each in tensors))
     return [tensors, *([each.clone() for each in tensors] for _ in range(count - 1))]

@@ -167,6 +167,9 @@ def pipeline_costs(
                 forward_s=sum(unit.forward_s for unit in run) + handled_s,
                 input_gradient_s=sum(unit.input_gradient_s for unit in run) + handled_s,
                 weight_gradient_s=sum(unit.weight_gradient_s for unit in run),
+                forward_waiting_s=sum(unit.forward_waiting_s for unit in run),
+                input_gradient_waiting_s=sum(unit.input_gradient_waiting_s for unit in run),
+                weight_gradient_waiting_s=sum(unit.weight_gradient_waiting_s for unit in run),
                 static_bytes=sum(unit.static_bytes for unit in run)
                 + (max(temporary[each] for each in own) if stage == own[0] else 0),
                 activation_bytes=sum(unit.activation_bytes for unit in run) + received,

@@ -25,6 +25,12 @@ class Unit:
     input_gradient_s: float
     weight_gradient_s: float
 
+    forward_waiting_s: float = 0.0
+    """Of the seconds above, waiting for the unit's collectives, which takes no core."""
+
+    input_gradient_waiting_s: float = 0.0
+    weight_gradient_waiting_s: float = 0.0
+
     static_bytes: int = 0
     """Parameters, gradients, optimizer state: there from start to end."""
 

@@ -7,6 +7,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.timeline import Timeline
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
+from autopar.simulate.sharing import shared_cores
+from cost_models.cluster import ClusterSpec
 
 
 def planned_timeline(plan: Plan) -> Timeline | None:
@@ -24,6 +26,9 @@ def planned_timeline(plan: Plan) -> Timeline | None:
                 forward_s=each.forward_s,
                 input_gradient_s=each.input_gradient_s,
                 weight_gradient_s=each.weight_gradient_s,
+                forward_waiting_s=each.forward_waiting_s,
+                input_gradient_waiting_s=each.input_gradient_waiting_s,
+                weight_gradient_waiting_s=each.weight_gradient_waiting_s,
             )
             for each in found
         ),
@@ -31,4 +36,4 @@ def planned_timeline(plan: Plan) -> Timeline | None:
     )
     ranks = len({stage.ranks for stage in stages})
     made = generate(schedule.name, ranks=ranks, microbatches=schedule.num_microbatches, interleave=schedule.interleave)
-    return simulate(made, costs)
+    return simulate(made, costs, shared=shared_cores(ClusterSpec.from_dict(plan.cluster), len(stages[0].ranks)))

@@ -18,8 +18,9 @@ waited for; they hold what the reader's host takes to wake up.
 Links let bursts of `--burst` through at once, 32 kB here: a bucket of 256 kB, netrun's own, is full again before the
 next micro-batch, so that its 262 kB arrive after 1 ms, over a link that takes 10.5 ms for them (393 kB: 6.5 of 15.7).
 
-Two ranks that share a core compute at half its rate, but only while both compute: no constant rate is right for them.
-With more hosts than cores the prediction, of a calibration under the same sharing, is that of ranks that always do.
+Two ranks that share a core compute at half its rate, but only while both compute. With more hosts than cores, actions
+are longer the more ranks compute beside them, on both sides: calibration measures how many cores there are, and the
+simulator shares them.
 
 Lines go to stdout and to benchmarks/results/bubble.jsonl; --table prints the last line of each case as Markdown.
 Needs root and iproute2; ends with 77 where they are missing.

@@ -285,6 +285,14 @@ def test_cluster_detect_describes_this_machine(tmp_path: Path, capsys: Out):
     assert "in 1 node\n" in capsys.readouterr().out
 
 
+def test_cluster_detect_describes_ranks_that_share_cores(capsys: Out):
+    assert main(["cluster", "detect", "--cpu-ranks", "4096", "--json"]) == 0
+
+    (node,) = json.loads(capsys.readouterr().out)["nodes"].values()
+    assert node["count"] == 4096
+    assert 0 < node["cores"] < 4096
+
+
 def test_run_launches_the_plans_ranks(saved: Path, small_plan: Plan):
     one = launch_command(small_plan, ["train.py", "--steps", "2"], 1, 0, None)
     two = launch_command(small_plan, ["-m", "train"], 2, 1, "host:29500")

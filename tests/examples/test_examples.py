@@ -73,7 +73,9 @@ def test_an_example_trains_as_without_autopar(name: str, tolerance: float):
 def test_the_demo_plans_trains_and_compares(tmp_path: Path):
     plan = str(tmp_path / "demo.json")
 
-    run("-m", "autopar", "plan", "examples/gpt.py:build", "-c", f"cpu:{RANKS}", "--batch", "16", "-o", plan)
+    cluster = str(tmp_path / "cluster.yaml")
+    run("-m", "autopar", "cluster", "detect", "--cpu-ranks", str(RANKS), "-o", cluster)
+    run("-m", "autopar", "plan", "examples/gpt.py:build", "-c", cluster, "--batch", "16", "-o", plan)
     said = run("-m", "autopar", "run", plan, "--", "examples/gpt.py", "--steps", "8")
 
     assert losses(said)[-1] < losses(said)[0]

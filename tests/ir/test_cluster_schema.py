@@ -52,6 +52,7 @@ def test_the_contracts_example_fits_the_schema():
         {"devices": {"h100": {"memory": {"capacity": 80}}}},
         {"devices": {"h100": {"memory": {"capacity": "80Gb"}}}},
         {"nodes": {"dgx": {"links": {"bandwidth": "450GB"}}}},
+        {"nodes": {"dgx": {"device": "h100", "count": 8, "cores": 0}}},
     ],
 )
 def test_what_the_reader_refuses_the_schema_refuses(edit: dict[str, Any]):
@@ -63,6 +64,7 @@ def test_what_the_reader_refuses_the_schema_refuses(edit: dict[str, Any]):
     ("place", "keys"),
     [
         (SCHEMA, cluster_file._TOP_KEYS),
+        (SCHEMA["$defs"]["node"], cluster_file._NODE_KEYS),
         (SCHEMA["$defs"]["links"], cluster_file._LINK_KEYS),
         (SCHEMA["$defs"]["nic"], cluster_file._NIC_KEYS),
         (SCHEMA["$defs"]["device"], device_file._KEYS),
