@@ -295,7 +295,7 @@ def test_an_edited_plan_is_refused(case: str, small_plan: Plan):
         (range(8), ""),
         (range(8, 12), "decisions.stages[1].ranks names 4 ranks, but the mesh has 8"),
         (range(4, 12), "decisions.stages[1].ranks names rank 4 of stage 0, but not all the ranks of that"),
-        (reversed(range(8)), "decisions.stages[1].ranks names rank 7 of stage 0, but not all the ranks of that"),
+        (range(7, -1, -1), "decisions.stages[1].ranks names rank 7 of stage 0, but not all the ranks of that"),
         (range(8, 16), ""),
     ],
     ids=str,
