@@ -178,6 +178,27 @@ def test_with_several_stages_a_rank_few_cuts_are_all_tried_and_of_many_the_best_
         assert max(held) <= budget
 
 
+@pytest.mark.parametrize("name", ONE_STAGE)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), microbatches=st.integers(1, 6), blocking=st.booleans())
+def test_the_best_of_all_stage_counts_is_the_best_of_all_their_cuts(
+    name: str, data: st.DataObject, microbatches: int, blocking: bool
+):
+    program, edges = data.draw(programs(4, 7))
+    schedules = [generate(name, ranks=ranks, microbatches=microbatches, interleave=1) for ranks in range(1, 5)]
+    known = [
+        (step_s(program, edges, schedule, cut, blocking), max(peaks(program, edges, schedule, cut)))
+        for schedule in schedules
+        for cut in all_cuts(edges, schedule.stages)
+    ]
+    budget = data.draw(st.integers(min(held for _, held in known), max(held for _, held in known)))
+
+    found = [find_cuts(program, edges, schedule, budget_bytes=budget, blocking=blocking) for schedule in schedules]
+
+    best = min(each.cuts[0].step_s for each in found if isinstance(each, Cuts))
+    assert best == pytest.approx(min(seconds for seconds, held in known if held <= budget), rel=1e-9)
+
+
 def test_what_messages_take_from_a_core_is_part_of_the_computations_at_both_ends():
     edge = Boundary(forward_s=0.0, backward_s=0.0, host_s=0.25)
     inside = generate("interleaved_1f1b", ranks=1, microbatches=2, interleave=3)
