@@ -106,7 +106,7 @@ def test_what_does_not_fit_says_how_far_it_is_and_what_would_fit() -> None:
     assert "What would make it fit: " in text
 
 
-def test_mixed_devices_are_refused_by_name(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_mixed_devices_without_stages_are_planned_with_a_warning_that_names_them(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "mixed.yaml"
     path.write_text(
         "version: 1\nname: mixed\n"
@@ -120,8 +120,10 @@ def test_mixed_devices_are_refused_by_name(tmp_path) -> None:  # type: ignore[no
         "network: [{level: pod, topology: fat-tree, latency: 5us}]\n"
     )
 
-    with pytest.raises(UsageError, match="mixed"):
-        plan(str(path))
+    made = plan(str(path), fix={"pp": 1})
+
+    (warned,) = [each for each in made.warnings if each.code == "unlike-devices"]
+    assert warned.text.startswith("2 x a, 2 x h work in step")
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
