@@ -14,6 +14,7 @@ from typing import cast
 from autopar.api.describing import described
 from autopar.api.pipelining import Pipelined, Wanted, priced_as
 from autopar.api.solving import Solved, Solving
+from autopar.api.stale import require_fresh
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
 from autopar.costs.outcome import Outcome
@@ -88,8 +89,6 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
 
 def _require_same(plan: Plan, graph: Graph) -> None:
     if plan.fingerprint.graph != graph.fingerprint:
-        from autopar.api.stale import require_fresh
-
         require_fresh(plan, graph, plan.fingerprint.torch)
         raise StalePlanError(f"the plan for {plan.workload.model} is of another program than this one")
 

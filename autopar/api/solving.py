@@ -145,9 +145,9 @@ class Solving:
         """Return how many times as long as a trial's pipeline its stages take at most, one after another.
 
         That is the pipeline's ranks, or their pace where devices are unlike. Where they share cores, collectives of one
-        can be waited for while others compute:
-        a program whose ranks' mean work is w on `share` of a core each, and that waits c, takes w + c one after another
-        and at least max(w, share w + c) in a pipeline, and so no less than (w + c) / (2 - share).
+        can be waited for while others compute: a program whose ranks' mean work is w on `share` of a core each, and
+        that waits c, takes w + c one after another and at least max(w, share w + c) in a pipeline, and so no less than
+        (w + c) / (2 - share).
         """
         share = self.cluster.share if trial.depth > 1 and trial.ranks else 1.0
         return self.pace(trial.depth) * (2.0 - share)

@@ -19,13 +19,7 @@ def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)],
     cluster: Annotated[
         str,
-        typer.Option(
-            "-c",
-            "--cluster",
-            metavar="CLUSTER",
-            help="YAML file, preset, or DEVICE:PER_NODExNODES.",
-            show_default=False,
-        ),
+        typer.Option("-c", "--cluster", metavar="CLUSTER", help="As for `autopar plan`.", show_default=False),
     ],
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="As for `autopar plan` [the plan's].", show_default=False)

@@ -52,8 +52,11 @@ def verify(
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, capture_output=True)
         result = Path(folder) / RESULT
         if not result.exists():
+            from autopar.cli import INTERNAL_ERROR
+
             sys.stderr.write(done.stderr.decode(errors="replace"))
-            return done.returncode or AutoparError.exit_code
+            print("autopar: a rank ended without a result; what it said is above", file=sys.stderr)
+            return INTERNAL_ERROR
         told = json.loads(result.read_text(encoding="utf-8"))
     if "error" in told:
         print(f"autopar: {told['error']}", file=sys.stderr)

@@ -15,7 +15,7 @@ from torch.nn import functional
 import autopar
 from autopar.api import verifying
 from autopar.api.verifying import verify_on_rank
-from autopar.cli import main
+from autopar.cli import INTERNAL_ERROR, main
 from autopar.errors import StalePlanError, UsageError
 from autopar.ir.plan import Plan
 from autopar.models.values import resolve_with_values
@@ -24,6 +24,7 @@ from autopar.runtime.witness import first_difference
 from tests.support.ranks import RankPool
 
 FACTORY = """
+import os
 import torch
 from torch import nn
 from torch.nn import functional
@@ -42,6 +43,11 @@ def make():
     torch.manual_seed(0)
     return Model(), (torch.randn(8, 32), torch.randn(8, 32))
 
+def dies():
+    if "RANK" in os.environ:
+        os._exit(3)
+    return make()
+
 def bare():
     return Model()
 
@@ -52,7 +58,7 @@ def empty():
 
 
 class Layers(nn.Module):
-    """Residual layers, a scale that only rank 1 can have otherwise, and dropout if wanted."""
+    """Residual layers, with dropout if wanted."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -179,6 +185,18 @@ def test_the_command_prints_a_line_a_check_and_ends_with_0(tmp_path: Path, capsy
 
     assert main(["verify", plan, "zoo:mlp"]) == StalePlanError.exit_code
     assert "is stale" in capsys.readouterr().err
+
+
+def test_a_rank_that_dies_is_no_finding_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "model.py").write_text(FACTORY)
+    plan, reference = str(tmp_path / "plan.json"), f"{tmp_path / 'model.py'}:dies"
+    assert main(["plan", reference, "-c", "cpu:2", "--fix", "tp=2", "-o", plan]) == 0
+
+    assert main(["verify", plan, reference]) == INTERNAL_ERROR
+
+    told = capsys.readouterr().err
+    assert "exitcode" in told
+    assert told.endswith("autopar: a rank ended without a result; what it said is above\n")
 
 
 def test_findings_are_counted_and_told_to_machines():
