@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import get_context
 
@@ -133,7 +134,8 @@ def estimates_of(read: TrainingRow) -> Estimates:
         replicas=read.dp,
         peak_dtype=dtype,
     )
-    return solving.estimates(trial, read_wishes(options))
+    # What was measured reduced every gradient and gathered every parameter.
+    return solving.estimates(trial, replace(read_wishes(options), moves_activations=False))
 
 
 @lru_cache(maxsize=2)

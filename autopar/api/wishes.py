@@ -54,6 +54,9 @@ class Wishes:
     sequence_parallel: bool | None = None
     """Whether activations are split by tokens along `tp` where it splits no matrix; `None`: as is cheapest."""
 
+    moves_activations: bool = True
+    """Whether data parallelism may move activations to parameters and gradients that outweigh them."""
+
     resting: Mapping[str, ParameterDecision] = field(default_factory=dict)
     """Where parameters are already and stay, by name; empty where that is open."""
 
@@ -90,6 +93,7 @@ class Wishes:
                 role=roles[axis.role],  # type: ignore[arg-type]
                 shard_parameters=axis.role not in whole,
                 any_dim=bool(self.resting),
+                moves_activations=self.moves_activations,
             )
             for axis in candidate
         )

@@ -50,6 +50,9 @@ class AxisSpec:
     any_dim: bool = False
     """Whether a batch axis may shard a parameter in each dimension that divides, not in the first of these alone."""
 
+    moves_activations: bool = True
+    """Whether a batch axis may bring what an operator computes with to a parameter or gradient that outweighs it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -261,25 +264,69 @@ def _batch_only(
     """Return, for each operator, the one strategy that follows the batch split.
 
     Parameters on their way in and gradients on their way out keep theirs: where they are
-    gathered and reduced is the choice that data parallelism has.
+    gathered and reduced is the choice that data parallelism has. Where a table or a matrix is
+    larger than what it is applied to, that may travel instead.
     """
     following = follow_in_time if axis.role == "time" else follow_batch
     follow = following(graph, axis.size, found)
     starts, ends = parameter_like(graph), gradient_like(graph)
     cast_up = axis.role == "batch" and any(_is_cast_up(graph, graph.by_name[name]) for name in ends)
-    if not axis.shard_parameters and not cast_up:
-        return {op.name: (follow[op.name],) for op in reps}
+    moved = _with_moved_activations(graph, reps, axis, found, follow)
     kept: dict[str, tuple[Strategy, ...]] = {}
     for op in reps:
-        kept[op.name] = (follow[op.name],)
+        more: tuple[Strategy, ...] = moved.get(op.name, ())
         if op.name in starts and axis.shard_parameters:
             kept[op.name] = found[op.name]
-        elif op.name in ends:
-            split = (s for s in found[op.name] if not any(p == Replicate() for p in s.inputs))
-            whole = (s for s in found[op.name] if op.refs and all(p == Replicate() for p in s.inputs))
-            more = (*(split if axis.shard_parameters else ()), *(whole if cast_up else ()))
-            kept[op.name] = tuple(dict.fromkeys((follow[op.name], *more)))
+            continue
+        if op.name in ends and axis.shard_parameters:
+            more += tuple(s for s in found[op.name] if not any(p == Replicate() for p in s.inputs))
+        if op.name in ends and cast_up:
+            more += _on_whole_values(op, found[op.name])
+        kept[op.name] = tuple(dict.fromkeys((follow[op.name], *more)))
     return kept
+
+
+def _with_moved_activations(
+    graph: Graph,
+    reps: Sequence[Op],
+    axis: AxisSpec,
+    found: Mapping[str, tuple[Strategy, ...]],
+    follow: Mapping[str, Strategy],
+) -> dict[str, tuple[Strategy, ...]]:
+    """Return, by operator, the strategies that leave a parameter, or the gradient it makes, where it is kept.
+
+    Such operators are those whose parameters, or whose gradient, outweigh all else that they read and make: then fewer
+    bytes move if every rank has the whole batch there. A table of a large vocabulary is looked up by few tokens. What
+    passes such a gradient on is among them, and may find it whole.
+    """
+    if axis.role != "batch" or not axis.moves_activations:
+        return {}
+    starts, ends = parameter_like(graph), gradient_like(graph)
+    moved: dict[str, tuple[Strategy, ...]] = {}
+    for op in reps:
+        if op.name in ends and any(graph.representative(ref.op) in moved for ref in op.refs):
+            moved[op.name] = _on_whole_values(op, found[op.name])
+        if op.kind != "call" or op.name in starts or not any(isinstance(p, Shard) for p in follow[op.name].inputs):
+            continue
+        makes = op.name in ends
+        stay = frozenset(i for i, ref in enumerate(op.refs) if ref.op in starts and not makes)
+        read = [graph.meta(ref).nbytes for ref in op.refs]
+        made_bytes = sum(meta.nbytes for meta in op.outputs if meta is not None)
+        stay_bytes = made_bytes if makes else sum(read[i] for i in stay)
+        if sum(read) + made_bytes >= 2 * stay_bytes or (stay and not axis.shard_parameters):
+            continue
+        at_rest = (Shard, Replicate) if axis.shard_parameters else (Replicate,)
+        moved[op.name] = tuple(
+            s
+            for s in found[op.name]
+            if (makes and all(isinstance(p, at_rest) for p in s.outputs))
+            or (stay and all(isinstance(s.inputs[i], Shard) for i in stay))
+        )
+    return moved
+
+
+def _on_whole_values(op: Op, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    return tuple(s for s in options if op.refs and all(p == Replicate() for p in s.inputs))
 
 
 def _is_cast_up(graph: Graph, op: Op) -> bool:

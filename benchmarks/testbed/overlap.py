@@ -4,17 +4,21 @@
 
 All programs of a scenario live in one process a rank, and steps alternate between them (ddp, fsdp2, plan, its
 computation alone, its communication alone, ddp ...), so that a machine that grows slower does so for all. Plans:
-`dp`, whole parameters on every rank, `zero`, parameters sharded (zero=3), and `free`, what the search takes without
-stages. *Computation alone* is the emitted program on process groups that do nothing; *communication alone* its
-collectives in their order on the real groups, without operators between. What the process's threads work for them is
-its processor time, which no schedule hides: a rank has one core. *Beside* is what that leaves possible here: all
-collectives are issued, on memory of their own, then the computation alone runs, then all are waited for, as if
-nothing depended on anything.
+`dp`, whole parameters on every rank, `shard`, parameters sharded at rest and gathered as the search likes, `zero`,
+gathered for each phase and freed (zero=3), and `free`, what the search takes without stages. *Computation alone* is
+the emitted program on process groups that do nothing; *communication alone* its collectives in their order on the
+real groups, without operators between. What the process's threads work for them is its processor time, which no
+schedule hides: a rank has one core. *Beside* is what that leaves possible here: all collectives are issued, on memory
+of their own, then the computation alone runs, then all are waited for, as if nothing depended on anything.
 
     hidden        (computation + communication - step) / what could hide
     could hide    the smaller of communication and the computation left once the first of it could be issued
     ideal         the larger of computation alone and communication alone
     of possible   (computation + communication - step) / (computation + communication - beside)
+    exposed       what the rank's own thread spends on issuing and waiting, beyond what it does on groups that do
+                  nothing: the exposed time that `autopar show --compare` measures. That transfers take processor time
+                  from the computation is not in it
+    not waited    1 - exposed / what could hide
 
 One line of JSON a plan: medians over steps, the median over rounds of each ratio. Lines go to stdout and to
 benchmarks/results/overlap.jsonl; --table prints the last line of each case as Markdown. Needs root and iproute2; ends
@@ -34,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,7 @@ _ALL = -1
 
 PLANS: dict[str, dict[str, int]] = {
     "dp": {"dp_replicate": _ALL},
+    "shard": {"dp_shard": _ALL},
     "zero": {"dp_shard": _ALL, "zero": 3},
     "free": {"pp": 1},
 }
@@ -56,7 +61,7 @@ DEFAULT = ("narrow_large_batch", "deep_square", "gpt_balanced")
 
 COLUMNS = (
     "scenario", "plan", "computation", "communication", "ideal", "beside", "step", "DDP", "FSDP2", "hidden",
-    "of possible", "to ideal", "to DDP", "to FSDP2",
+    "of possible", "not waited", "to ideal", "to DDP", "to FSDP2",
 )  # fmt: skip
 
 
@@ -72,15 +77,28 @@ class Timer:
 
 @dataclass
 class Issues:
-    """When the collectives of a step were issued, from the ranges that a profiled program opens."""
+    """When the collectives of a step were issued, and the time given to them, from the ranges of a profiled program."""
 
     at_s: dict[str, float] = field(default_factory=dict)
+    given_s: float = 0.0
+    """What the thread spent on issuing and waiting."""
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Note the moment of an issue."""
+        """Note the moment of an issue, and how long it or a wait takes."""
         if name.startswith("issue "):
             self.at_s.setdefault(name.removeprefix("issue "), time.perf_counter())
-        return nullcontext()
+        return self._timed() if name.startswith(("issue ", "wait ")) else nullcontext()
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.at_s.clear()
+        self.given_s = 0.0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.given_s += time.perf_counter() - start
 
 
 def measure(scenario: str, plans: dict[str, Path], cluster: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -122,22 +140,23 @@ def as_rank(asked: dict[str, Any]) -> None:
         timers[name] = Timer(_hand(name, asked["scenario"]))
     issues: dict[str, Issues] = {}
     for name, plan in asked["plans"].items():
-        step, model = _planned(asked, plan)
+        issues[name], issues[f"{name}_computation"] = Issues(), Issues()
+        step, model = _planned(asked, plan, issues[name])
         step()
         timers[name] = Timer(step)
-        issues[name] = Issues()
-        computation = _planned(asked, plan, idle, issues[name])[0]
+        computation = _planned(asked, plan, issues[f"{name}_computation"], idle)[0]
         issue, wait = _collectives(step)
         timers[f"{name}_computation"] = Timer(computation)
         timers[f"{name}_communication"] = Timer(functools.partial(_beside, issue, wait, None))
         timers[f"{name}_beside"] = Timer(functools.partial(_beside, issue, wait, computation))
         del model
     left: dict[str, list[float]] = {name: [] for name in asked["plans"]}
+    given: dict[str, list[float]] = {name: [] for name in issues}
     for number in range(asked["rounds"] + 2):
         for name, timer in timers.items():
             dist.barrier()
             for each in issues.values():
-                each.at_s.clear()
+                each.clear()
             start, worked_s = time.perf_counter(), time.process_time()
             timer.step()
             end, worked_s = time.perf_counter(), time.process_time() - worked_s
@@ -147,14 +166,16 @@ def as_rank(asked: dict[str, Any]) -> None:
                 continue
             timer.seconds.append(taken.item())
             timer.worked_s.append(worked_s)
+            if name in issues:
+                given[name].append(issues[name].given_s)
             plan = name.removesuffix("_computation")
             if plan != name:
-                bulk = [at for issue, at in issues[plan].at_s.items() if " loss" not in issue]
+                bulk = [at for issue, at in issues[name].at_s.items() if " loss" not in issue]
                 left[plan].append(end - min(bulk, default=end))
     if dist.get_rank() == 0:
         seconds = {name: each.seconds for name, each in timers.items()}
         worked_s = {name: statistics.median(each.worked_s) for name, each in timers.items()}
-        print(json.dumps({"seconds": seconds, "worked_s": worked_s, "left": left}), flush=True)
+        print(json.dumps({"seconds": seconds, "worked_s": worked_s, "left": left, "given": given}), flush=True)
     dist.barrier()
 
 
@@ -183,9 +204,7 @@ def _hand(name: str, scenario: str) -> Callable[[], Any]:
     return step
 
 
-def _planned(
-    asked: dict[str, Any], plan: str, idle: str = "", issues: Issues | None = None
-) -> tuple[Callable[[], Any], Any]:
+def _planned(asked: dict[str, Any], plan: str, issues: Issues, idle: str = "") -> tuple[Callable[[], Any], Any]:
     """Return the step of a plan, and the model; with `idle`, collectives go to the group of that name."""
     import torch
 
@@ -203,7 +222,7 @@ def _planned(
     if idle:
         for stream in runner.groups.names:
             runner.groups.names[stream] = idle
-        runner._backend = {"backend": functools.partial(compile_graph, ranges=issues)}
+    runner._backend = {"backend": functools.partial(compile_graph, ranges=issues)}
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -261,6 +280,8 @@ def row(scenario: str, name: str, found: dict[str, Any], args: argparse.Namespac
     could = min(middle[f"{name}_communication"], statistics.median(left))
     hidden = statistics.median(a + b - c for a, b, c in zip(computation, communication, step, strict=True))
     possible = statistics.median(a + b - c for a, b, c in zip(computation, communication, beside, strict=True))
+    given = found["given"]
+    exposed = statistics.median(a - b for a, b in zip(given[name], given[f"{name}_computation"], strict=True))
     ideal = [max(pair) for pair in zip(computation, communication, strict=True)]
     made = {
         "benchmark": "overlap",
@@ -281,6 +302,8 @@ def row(scenario: str, name: str, found: dict[str, Any], args: argparse.Namespac
         "hidden_share": round(hidden / could, 4) if could > 0 else None,
         "beside_s": middle[f"{name}_beside"],
         "hidden_of_possible": round(hidden / possible, 4) if possible > 0 else None,
+        "exposed_s": exposed,
+        "not_waited_share": round(1 - exposed / could, 4) if could > 0 else None,
         "ratio_to_ideal": _ratio(step, ideal),
     }
     for hand in args.hand:
@@ -303,7 +326,8 @@ def rows_of(lines: Iterator[dict[str, Any]]) -> list[dict[str, str]]:
             if f"{key}_s" in each:
                 cells[key.upper() if key in {"ddp", "fsdp2"} else key] = f"{each[f'{key}_s']:.3f}"
         cells["step"] = f"{each['measured_s']:.3f}"
-        for key, share in (("hidden", each["hidden_share"]), ("of possible", each.get("hidden_of_possible"))):
+        shares = {"hidden": "hidden_share", "of possible": "hidden_of_possible", "not waited": "not_waited_share"}
+        for key, share in ((key, each.get(column)) for key, column in shares.items()):
             cells[key] = f"{share:.0%}" if share is not None else ""
         for key, title in (("ideal", "ideal"), ("ddp", "DDP"), ("fsdp2", "FSDP2")):
             cells[f"to {title}"] = f"{each[f'ratio_to_{key}']:.2f}"

@@ -41,10 +41,17 @@ def test_a_fixed_tensor_degree_splits_the_matrices() -> None:
 
 
 def test_zero_three_shards_at_rest_and_gathers_in_each_phase() -> None:
-    placed = plan(fix={"dp_shard": 4, "zero": 3}).decisions.parameters
+    placed = plan(batch=1024, fix={"dp_shard": 4, "zero": 3}).decisions.parameters
 
     assert {p.placements for p in placed.values()} == {(Shard(0),)}
     assert placed["up.weight"].gather == "per_phase"
+
+
+def test_zero_three_gathers_nothing_that_outweighs_the_batch() -> None:
+    placed = plan(batch=8, fix={"dp_shard": 4, "zero": 3}).decisions.parameters
+
+    assert {p.placements for p in placed.values()} == {(Shard(0),)}
+    assert placed["up.weight"].gather == "none"
 
 
 def test_zero_none_keeps_parameters_whole() -> None:
