@@ -8,10 +8,13 @@ cluster; the search decides clusters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Graph, Op, once_per_graph
+from autopar.ir.placement import Replicate, Shard
+from autopar.ir.roles import is_view
 from autopar.ir.strategy import MeshStrategy
 
 
@@ -108,11 +111,84 @@ def _join(
     follows = []
     for option in range(len(cluster.options)):
         need = tuple(cluster.strategy(reps[slot], option).outputs[op.refs[slot].index] for slot in slots)
-        fitting = by_need.get(need, [])
+        # A plan that is priced again has one strategy each: its views may read a parameter gathered.
+        fitting = by_need.get(need, list(offered) if _is_decided(graph, cluster, op, offered) else [])
         if len({strategy.outputs for strategy in fitting}) != 1:
             return False
         follows.append(fitting[0])
     cluster.index[op.name] = len(cluster.members)
     cluster.members.append(op.name)
     cluster.options = [(*done, new) for done, new in zip(cluster.options, follows, strict=True)]
+    return True
+
+
+def _is_decided(graph: Graph, cluster: Cluster, op: Op, offered: Sequence[MeshStrategy]) -> bool:
+    of_parameter = graph.by_name[cluster.members[0]].kind == "parameter"
+    return of_parameter and is_view(op) and len(offered) == len(cluster.options) == 1
+
+
+def gathered_first(
+    graph: Graph, cluster: Cluster, option: tuple[MeshStrategy, ...], choices: Mapping[str, Sequence[MeshStrategy]]
+) -> list[tuple[MeshStrategy, ...]]:
+    """Return an option of a parameter's cluster with views of what is gathered, in place of gathers of each view.
+
+    One for each set of axes that it may be gathered along; none where nothing views the parameter, or where no view can
+    be had so. A matrix that forward reads transposed and backward as it lies is so gathered once for both. A cast stays
+    before the gather, which moves fewer bytes.
+    """
+    first = _first_views(graph, cluster)
+    found = []
+    for axes in _gatherable(option[0]) if first else ():
+        made: dict[str, MeshStrategy] = dict(zip(cluster.members, option, strict=True))
+        if all(_view_gathered(graph, cluster, name, made, axes, first, choices) for name in cluster.members[1:]):
+            found.append(tuple(made[name] for name in cluster.members))
+    return found
+
+
+def _gatherable(parameter: MeshStrategy) -> Iterator[frozenset[int]]:
+    """Return every set of axes along which a parameter may be gathered."""
+    split = [place for place, each in enumerate(parameter.axes) if isinstance(each.outputs[0], Shard)]
+    for count in range(1, len(split) + 1):
+        yield from map(frozenset, itertools.combinations(split, count))
+
+
+def _first_views(graph: Graph, cluster: Cluster) -> frozenset[str]:
+    """Return the members that view a parameter, or its last cast, and not another view."""
+    views = {name for name in cluster.members if is_view(graph.by_name[name])}
+    reads = {name: _read(graph, graph.by_name[name]) for name in cluster.members[1:]}
+    before_casts: set[str] = set()
+    for name in reversed(cluster.members[1:]):
+        if name not in views or name in before_casts:
+            before_casts.add(reads[name])
+    return frozenset(
+        name for name in views if name not in before_casts and (reads[name] not in views or reads[name] in before_casts)
+    )
+
+
+def _read(graph: Graph, op: Op) -> str:
+    return graph.representative(op.refs[0].op)
+
+
+def _view_gathered(
+    graph: Graph,
+    cluster: Cluster,
+    name: str,
+    made: dict[str, MeshStrategy],
+    axes: frozenset[int],
+    first: frozenset[str],
+    choices: Mapping[str, Sequence[MeshStrategy]],
+) -> bool:
+    """Put the strategy of a member that reads a gathered value in place of its own; return whether there is one."""
+    op = graph.by_name[name]
+    source, index = made[_read(graph, op)], op.refs[0].index
+    if name in first:
+        wanted = [Replicate() if k in axes else each.outputs[index] for k, each in enumerate(source.axes)]
+        fitting = [s for s in choices[name] if [each.inputs[0] for each in s.axes] == wanted]
+    elif source.outputs[index] == made[name].inputs[0]:
+        return True
+    else:
+        fitting = [s for s in choices[name] if s.inputs[0] == source.outputs[index]]
+    if len({each.outputs for each in fitting}) != 1:
+        return False
+    made[name] = fitting[0]
     return True

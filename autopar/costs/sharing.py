@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.costs.segments import Segments
 from autopar.ir.graph import Graph, once_per_graph
-from autopar.ir.roles import gradient_like, parameter_like
+from autopar.ir.roles import gradient_like, is_view, parameter_like
 from autopar.ir.table import Category, Floats
 
 Phase = Literal["forward", "backward", "both"]
@@ -32,6 +32,18 @@ class Sharing:
     readers: tuple[Reader, ...]
     category: Category
     phase: Phase
+
+
+@once_per_graph
+def _last_read(graph: Graph) -> dict[str, int]:
+    """Return the position at which each value is last read, by itself or by what views it; its own if it is not."""
+    found = {op.name: position for position, op in enumerate(graph.ops)}
+    for position in reversed(range(len(graph.ops))):
+        op = graph.ops[position]
+        for slot, ref in enumerate(op.refs):
+            through = found[op.name] if slot == 0 and is_view(op) else position
+            found[ref.op] = max(found[ref.op], through)
+    return found
 
 
 @once_per_graph
@@ -60,6 +72,8 @@ def sharers(graph: Graph) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]
         counts, lives = shared.setdefault(sharing, (np.zeros(segments.total), []))
         places = [position for _, position in readers]
         first = graph.position[name] if category == "reduction" else min(places)
+        if name in parameters and phase == "both":
+            places.append(_last_read(graph)[name])  # its views have the memory of the copy
         counts[segments.of_op[graph.ops[first].name]] += 1
         lives.append((first, max(places)))
     return shared

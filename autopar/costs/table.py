@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.costs import operators
-from autopar.costs.clusters import Cluster, build
+from autopar.costs.clusters import Cluster, build, gathered_first
 from autopar.costs.copies import Copies
 from autopar.costs.fusion import fused_traffic
 from autopar.costs.links import UNREACHABLE, Links
@@ -146,9 +146,15 @@ class Builder:
                 early = [False]
             both = len(early) == 1 or len(once) == 1
             ways = [(kept, now) for now in early for kept in once if both or not (kept and now)]
-            cluster.options = [*whole, *(sharded * len(ways))]
-            cluster.once = [False] * len(whole) + [kept for kept, _ in ways for _ in sharded]
-            cluster.early = [False] * len(whole) + [now for _, now in ways for _ in sharded]
+            kept_whole = (
+                sharded
+                if True not in once
+                else [each for o in sharded for each in gathered_first(self.graph, cluster, o, self.choices) or [o]]
+            )
+            offered = [(o, kept, now) for kept, now in ways for o in (kept_whole if kept else sharded)]
+            cluster.options = [*whole, *(o for o, _, _ in offered)]
+            cluster.once = [False] * len(whole) + [kept for _, kept, _ in offered]
+            cluster.early = [False] * len(whole) + [now for _, _, now in offered]
 
     def _node(self, cluster: Cluster, instances: Mapping[str, Sequence[Op]]) -> Node:
         total: Floats = np.zeros((len(cluster.options), self.segments.total))
@@ -361,7 +367,12 @@ class Builder:
         return np.array([[not either and is_term(a) and is_term(b) for b in wanted] for a in sources])
 
     def _drop_own(self, nodes: list[Node], group: Group) -> list[Group]:
-        """Fold demands of the source's own node into its seconds; return the group if anything remains of it."""
+        """Fold demands of the source's own node into its seconds; return the group if anything remains of it.
+
+        A parameter's are left: its views may read it gathered, and what that holds and hides is the group's.
+        """
+        if group.category == "prefetch":
+            return [group] if group.price_s.any() else []
         own = [d for d in group.demands if d.node == group.source]
         others = tuple(d for d in group.demands if d.node != group.source)
         node = nodes[group.source]

@@ -38,7 +38,8 @@ class Convolved(nn.Module):
 
 
 def plans_as_memory_shrinks() -> list[Plan]:
-    program = Program(capture(Deep(), (torch.empty(32, 128),)).graph, "deep", "", None)
+    # More samples than a layer is wide: else they would travel, not the layers.
+    program = Program(capture(Deep(), (torch.empty(96, 128),)).graph, "deep", "", None)
     options = PlanOptions.parse(
         fix={"pp": 1, "dp_shard": 2, "microbatch": 8, "recompute": "none"}, memory_margin=0, gap=0.0
     )
@@ -65,7 +66,8 @@ def test_gradients_are_reduced_in_each_microbatch_where_their_whole_sums_do_not_
     assert {each.gather for each in plans[0].decisions.parameters.values()} >= {"once"}
     assert {each.gather for each in last.parameters.values()} == {"per_phase"}
     scatters = [each for each in last.collectives if each.op == "reduce_scatter"]
-    assert sum(each.count for each in scatters) == 2 * len(early) + len(last.parameters) - len(early)
+    micro = plans[-1].workload.num_microbatches
+    assert sum(each.count for each in scatters) == micro * len(early) + len(last.parameters) - len(early)
 
 
 def test_sums_of_gradients_that_one_operator_makes_are_counted_each_in_its_own_layout():
@@ -86,3 +88,18 @@ def test_no_plan_is_said_to_be_further_from_the_best_than_from_the_devices_peak(
     forward, backward = 6 * 2 * 32 * 128 * 128, (2 * 6 - 1) * 2 * 32 * 128 * 128
     peak = cluster(1 << 30).device.flops_for("float32")
     assert plan.solver.bound >= (forward + backward) / (2 * peak) * (1 - 1e-9)
+
+
+def test_what_is_kept_is_gathered_once_for_both_passes_though_they_read_it_transposed_and_as_it_lies():
+    program = Program(capture(Deep(), (torch.empty(96, 128),)).graph, "deep", "", None)
+
+    def gathered_bytes(zero: int) -> int:
+        options = PlanOptions.parse(fix={"pp": 1, "dp_shard": 2, "zero": zero}, gap=0.0)
+        plan = Planner(program, cluster(1 << 30), options).plan()
+        assert {each.gather for each in plan.decisions.parameters.values()} == {"once" if zero < 3 else "per_phase"}
+        return sum(each.bytes * each.count for each in plan.decisions.collectives if each.op == "all_gather")
+
+    layer = 4 * 128 * 128
+    assert gathered_bytes(1) == 6 * layer
+    # Nothing is asked for the gradient of the input, and so the first layer is not read in backward.
+    assert gathered_bytes(3) == 11 * layer
