@@ -154,6 +154,8 @@ def _gatherable(parameter: MeshStrategy) -> Iterator[frozenset[int]]:
 
 def _first_views(graph: Graph, cluster: Cluster) -> frozenset[str]:
     """Return the members that view a parameter, or its last cast, and not another view."""
+    if any(len(graph.by_name[name].refs) != 1 for name in cluster.members[1:]):
+        return frozenset()  # what reads other values beside it was joined to it, and follows it as it is
     views = {name for name in cluster.members if is_view(graph.by_name[name])}
     reads = {name: _read(graph, graph.by_name[name]) for name in cluster.members[1:]}
     before_casts: set[str] = set()
