@@ -39,7 +39,7 @@ def test_a_micro_batch_counts_the_samples_of_a_data_parallel_rank():
 
 
 def test_gradients_are_reduced_once_and_activations_for_every_micro_batch():
-    one, four = (plan({"dp_replicate": 2, "tp": 2, "microbatch": size}) for size in (32, 8))
+    one, four = (plan({"dp_replicate": 2, "tp": 2, "microbatch": size}, batch=2048) for size in (1024, 256))
 
     gradients = [each for each in four.decisions.collectives if each.axis == "dp_replicate" and each.bytes > 1024]
     assert gradients

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 def net() -> tuple[Net, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
-    return Net(), (torch.randn(16, WIDTH), torch.randn(16, WIDTH))
+    return Net(), (torch.randn(48, WIDTH), torch.randn(48, WIDTH))
 
 
 def step(_rank: int, options: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], dict[str, int]]:

@@ -62,7 +62,7 @@ class Mlp(nn.Module):
 
 def plan_mlp(cluster: Path, **options: object) -> Plan:
     with torch.device("meta"):
-        model, x = Mlp(1024), torch.empty(64, 1024)
+        model, x = Mlp(1024), torch.empty(512, 1024)
     return autopar.plan(model, cluster, example_inputs=(x, x), optimizer="sgd", **options)
 
 
@@ -84,7 +84,7 @@ def test_a_group_within_a_node_is_flat(cluster: Path):
 
 @pytest.mark.parametrize("fix", [{"dp_replicate": 4}, {"dp_shard": 4, "zero": 3}])
 def test_what_is_emitted_is_what_the_plan_says(cluster: Path, fix: dict[str, object]):
-    model, x = Mlp(1024), torch.randn(64, 1024)
+    model, x = Mlp(1024), torch.randn(512, 1024)
     captured = capture(model, (x, x))
     options = PlanOptions.parse(fix=fix, optimizer="sgd")
 
@@ -100,9 +100,9 @@ def test_what_is_emitted_is_what_the_plan_says(cluster: Path, fix: dict[str, obj
 def test_programs_of_microbatches_have_collectives_in_two_levels_too(
     pool: RankPool, cluster: Path, fix: dict[str, object]
 ):
-    model, x = Mlp(1024), torch.randn(64, 1024)
+    model, x = Mlp(1024), torch.randn(512, 1024)
     captured = capture(model, (x, x))
-    fix = {**fix, "microbatch": 8}
+    fix = {**fix, "microbatch": 64}
     options = PlanOptions.parse(fix=fix, optimizer="sgd")
     plan = plan_captured(captured, "mlp", ClusterSpec.from_file(cluster), options, Silent())
     programs = staged_program(captured, plan.decisions, 0, split=(), device="cpu").staged.stages[0]
@@ -118,7 +118,7 @@ def test_programs_of_microbatches_have_collectives_in_two_levels_too(
 
 def train_mlp(_rank: int, cluster: str, fix: dict[str, object]) -> Trained:
     torch.manual_seed(0)
-    return train(Mlp(1024), (torch.randn(64, 1024), torch.randn(64, 1024)), cluster, fix)
+    return train(Mlp(1024), (torch.randn(512, 1024), torch.randn(512, 1024)), cluster, fix)
 
 
 @pytest.fixture(scope="module")
