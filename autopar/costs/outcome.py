@@ -15,9 +15,10 @@ from autopar.costs.held import held_curve, held_memory, merging_bytes, needed_un
 from autopar.costs.issued import Copy, Issued
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import gradient_indices
+from autopar.costs.moves import copy_read, moved_before, readers, roots_of, settled_by
 from autopar.costs.table import Pricing
 from autopar.costs.timing import timing
-from autopar.ir.graph import Graph, Op, Ref
+from autopar.ir.graph import Graph, Op
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import parted, within
 from autopar.ir.placement import Layout, Placement, Shard
@@ -370,25 +371,8 @@ class Outcome:
         return held_memory(self)
 
 
-def roots_of(graph: Graph) -> dict[str, str]:
-    """Return, for each operator that only views or casts a parameter, the representative of that parameter."""
-    starts = parameter_like(graph)
-    roots: dict[str, str] = {}
-    for op in graph.ops:
-        if op.name in starts:
-            roots[op.name] = roots[op.refs[0].op] if op.refs else graph.representative(op.name)
-    return roots
-
-
 def _kind(issued: Issued) -> tuple[Message, str, str, bool, int]:
     return issued.message, issued.phase, issued.tensor_rep, issued.overlapped, issued.times
-
-
-def copy_read(outcome: Outcome, roots: Mapping[str, str], op: Op, ref: Ref, need: Layout) -> Copy | None:
-    """Return the copy by which an operator reads a value in a layout; `None` if it is made in that layout."""
-    have = outcome.layout(outcome.graph.representative(ref.op), ref.index)
-    apart = ref.op in roots and not outcome.keeps_gather(roots[ref.op])
-    return None if have == need else (ref.op, ref.index, need, op.phase if apart else "")
 
 
 def _label(op: Op) -> str:
@@ -405,7 +389,7 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
     graph, links = outcome.graph, outcome.links
     starts, ends = parameter_like(graph), gradient_like(graph)
     roots = roots_of(graph)
-    again = _moved_before(outcome, roots)
+    again, settled = moved_before(outcome, roots), settled_by(outcome)
     for op in graph.ops:
         rep = graph.representative(op.name)
         strategy = outcome.strategy(rep)
@@ -424,14 +408,14 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
             messages = links.route_messages(have, need, graph.meta(ref), flat=behind and bool(links.flat_bytes))
             whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts and ref.op not in again
             # A gradient that is cast once it is reduced; with micro-batches, its sum is what is reduced.
-            last = outcome.microbatches == 1 and ref.op in ends and op.name in ends and len(op.refs) == 1
+            last = outcome.microbatches == 1 and op.name in settled
             whole = whole or (last and len(messages) == 1 and messages[0].op in REDUCTIONS)
             backward = bool(messages) and op.phase == "backward"
-            readers = _readers(outcome, ref, need, key[3] or None) if backward else ()
+            read_by = readers(outcome, ref, need, key[3] or None) if backward else ()
             for message in messages:
                 yield Issued(
                     message, op.phase, source, behind and not summed and not one, op.name, times, summed,
-                    mergeable=whole, tensor=moved, source=ref, copy=key, readers=readers,
+                    mergeable=whole, tensor=moved, source=ref, copy=key, readers=read_by,
                 )  # fmt: skip
         metas = tuple(graph.meta(ref) for ref in op.refs)
         for message in links.inner_messages(op, metas, strategy):
@@ -472,27 +456,3 @@ def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
                 mergeable=summed and not early and leaves(graph, output.ref), tensor=named.moved, source=output.ref,
                 copy=key, readers=(output.ref.op,) if early else (),
             )  # fmt: skip
-
-
-def _moved_before(outcome: Outcome, roots: Mapping[str, str]) -> set[str]:
-    """Return what is made of a parameter that was moved already: its gather waits for another, so it goes alone."""
-    graph = outcome.graph
-    found: set[str] = set()
-    for op in graph.ops:
-        if op.name in roots and op.refs:
-            (need,) = outcome.strategy(graph.representative(op.name)).inputs
-            if op.refs[0].op in found or copy_read(outcome, roots, op, op.refs[0], need) is not None:
-                found.add(op.name)
-    return found
-
-
-def _readers(outcome: Outcome, ref: Ref, need: Layout, phase: str | None) -> tuple[str, ...]:
-    """Return the operators that read a value in a layout; of one phase only, where each has a copy of its own."""
-    graph = outcome.graph
-    found = []
-    for user in dict.fromkeys(graph.users[ref.op]):
-        op = graph.by_name[user]
-        inputs = zip(op.refs, outcome.strategy(graph.representative(user)).inputs, strict=True)
-        if (ref, need) in inputs and phase in (None, op.phase):
-            found.append(user)
-    return tuple(found)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from autopar.costs.buckets import together
 from autopar.costs.issued import Copy, Issued
 from autopar.costs.liveness import base_of, local_bytes
-from autopar.costs.outcome import Outcome, copy_read, roots_of
+from autopar.costs.moves import copy_read, roots_of
+from autopar.costs.outcome import Outcome
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
 from autopar.ir.roles import gradient_like

@@ -25,6 +25,12 @@ VIEWS = frozenset(
 _CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default", "aten.clone.default"})
 _SUMS = frozenset({"aten.add.Tensor"})
 
+LAST_STEPS = frozenset(
+    f"aten.{name}"
+    for name in ("_to_copy.default", "t.default", "transpose.int", "view.default", "reshape.default", "permute.default")
+)
+"""Operators that run behind the wait for a gradient's reduction, however late that is, if the gradient then leaves."""
+
 
 def is_view(op: Op) -> bool:
     """Return whether the operator's outputs share the memory of its first input."""
@@ -56,6 +62,23 @@ def gradient_like(graph: Graph) -> frozenset[str]:
         if op.phase != "backward" or (not kinds and not users) or kinds - {"gradient"}:
             continue
         if all(user in found and _passes(graph.by_name[user]) for user in users):
+            found.add(op.name)
+    return frozenset(found)
+
+
+@once_per_graph
+def last_steps(graph: Graph) -> frozenset[str]:
+    """Return the operators of backward that only cast or view what then leaves it as a parameter's gradient."""
+    kinds: dict[str, set[str]] = {}
+    for output in graph.outputs:
+        if output.ref is not None:
+            kinds.setdefault(output.ref.op, set()).add(output.kind)
+    found: set[str] = set()
+    for op in reversed(graph.ops):
+        users = graph.users[op.name]
+        known = op.phase == "backward" and op.target in LAST_STEPS and len(op.refs) == 1
+        leaves_here = kinds.get(op.name, set()) <= {"gradient"} and (users or op.name in kinds)
+        if known and leaves_here and all(user in found for user in users):
             found.add(op.name)
     return frozenset(found)
 

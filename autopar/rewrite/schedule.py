@@ -10,10 +10,10 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from autopar.ir.plan import Ahead
+from autopar.ir.roles import LAST_STEPS
 from autopar.rewrite.marks import COLLECTIVES, mark, role
 
 
@@ -295,12 +295,6 @@ def _follows_wait(node: fx.Node) -> bool:
 
 def _finishes(node: fx.Node) -> bool:
     """Return whether a node only casts or views what then leaves backward: a gradient on its last steps."""
-    if node.target not in _LAST_STEPS or mark(node).phase != "backward" or len(node.all_input_nodes) != 1:
+    if str(node.target) not in LAST_STEPS or mark(node).phase != "backward" or len(node.all_input_nodes) != 1:
         return False
     return all(user.op == "output" or role(user) == "move" or _finishes(user) for user in node.users)
-
-
-_LAST_STEPS = frozenset(
-    {torch.ops.aten._to_copy.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int,
-     torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.permute.default}
-)  # fmt: skip

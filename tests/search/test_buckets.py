@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from autopar.api import captured_for
 from autopar.costs.buckets import Reduction, bucketed
+from autopar.costs.moves import settled_by
+from autopar.costs.outcome import Outcome
+from autopar.ir.graph import Graph
+from autopar.ir.placement import Layout, Replicate, Shard
 
 
 def reductions(moments: Sequence[float], sizes: Sequence[int]) -> list[Reduction]:
@@ -80,3 +90,39 @@ def test_what_is_ready_early_does_not_wait_for_what_is_late_to_save_a_short_call
 
     assert [[each.name for each in run] for run in found] == [["p0", "p1"], ["p2"]]
     assert len(patient) == 1
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Layouts by operator, whole where none is given."""
+
+    graph: Graph
+    parts: frozenset[str]
+
+    def layout(self, name: str, _index: int = 0) -> Layout:
+        return (Shard(0),) if name in self.parts else (Replicate(),)
+
+    def strategy(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(inputs=tuple(self.layout(ref.op, ref.index) for ref in self.graph.by_name[name].refs))
+
+
+def test_a_cast_whose_result_is_gathered_again_cannot_wait_until_the_end():
+    captured = captured_for(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), (torch.randn(2, 4),), "bf16", training=True, with_backward=True
+    )
+    graph = captured.graph
+    casts = {each.name: each.ref.op for each in graph.outputs if each.kind == "gradient" and each.ref is not None}
+    assert {graph.by_name[cast].target for cast in casts.values()} == {"aten._to_copy.default"}
+    name, cast = next(iter(casts.items()))
+
+    whole = settled_by(laid(graph, frozenset()))
+    gathered = settled_by(laid(graph, frozenset({cast})))
+    stays = settled_by(laid(graph, frozenset({cast, name})))
+
+    assert set(casts.values()) <= whole
+    assert set(casts.values()) - gathered == {cast}
+    assert cast in stays
+
+
+def laid(graph: Graph, parts: frozenset[str]) -> Outcome:
+    return typing.cast(Outcome, Laid(graph, parts))
