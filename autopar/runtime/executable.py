@@ -24,6 +24,12 @@ _GROUPED = {"_c10d_functional": 1, "autopar_direct": 1, "autopar_levels": 3}
 """Of the operators whose last arguments name process groups: how many do."""
 
 
+_WHATEVER_STRIDES: dict[Any, Any] = dict.fromkeys(
+    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default
+)
+"""What runs for views: some kernels stride their results in another way than they do on the fake tensors of the capture
+(backward of layer norm and of a mean squared error, of permuted inputs), where a view may be none. It costs no more."""
+
 Compiled = Callable[..., Sequence[Any]]
 """A program as a function."""
 
@@ -170,7 +176,7 @@ class _Source:
         args = with_groups(node, self._groups)
         given = [self.text(each) for each in args]
         given += [f"{name}={self.text(value)}" for name, value in node.kwargs.items()]
-        return f"{self.constant(direct_call(node.target))}({', '.join(given)})"
+        return f"{self.constant(direct_call(_WHATEVER_STRIDES.get(node.target, node.target)))}({', '.join(given)})"
 
     def text(self, value: Any) -> str:
         if isinstance(value, fx.Node):

@@ -175,6 +175,33 @@ def test_inputs_in_another_order_in_memory_are_taken():
     torch.testing.assert_close(mine(x.t()), mine(x.t().contiguous()))
 
 
+class Permuted(nn.Module):
+    """Kernels of its backward give permuted inputs' gradients in plain order, and fake tensors say permuted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(5, 5)
+        self.norm = nn.LayerNorm(6)
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        mixed = self.norm(self.mix(x).transpose(1, 2))
+        return nn.functional.mse_loss(self.last(mixed.transpose(1, 2)).transpose(1, 2), y)
+
+
+def test_gradients_are_viewed_whatever_their_kernels_make_of_strides():
+    torch.manual_seed(0)
+    model, inputs = Permuted(), (torch.randn(4, 6, 5), torch.randn(4, 5, 6))
+    compiled = compile_with(model, inputs, mesh_of())
+
+    compiled(*inputs).backward()
+    model(*inputs).backward()
+
+    for mine, its in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
 def test_tied_parameters_stay_tied_and_the_model_itself_is_left_alone():
     model, example = cases()["tied"]
     mine = compile_with(model, example, ALONE)
