@@ -100,7 +100,7 @@ def _precision(plan: Plan) -> AbstractContextManager[Any]:
 
 
 def _loss(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return what the model calls its loss, or else the mean square of all that it gives."""
+    """Return what the model calls its loss, or else the scalars that it gives, or else the mean square of it all."""
     output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     loss = output.get("loss") if loss is None and isinstance(output, Mapping) else loss
@@ -109,10 +109,9 @@ def _loss(model: nn.Module, inputs: Any) -> torch.Tensor:
     tensors = [each for each in pytree.tree_leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
     if not tensors:
         raise UsageError("the model gives nothing that requires a gradient, so there is no training step to verify")
-    total = tensors[0].float().square().mean()
-    for each in tensors[1:]:
-        total = total + each.float().square().mean()
-    return total
+    # Beside a scalar, what the model gives is for reading (`autopar.capture.trace`), as logits are.
+    terms = [each for each in tensors if not each.dim()] or [each.float().square().mean() for each in tensors]
+    return torch.stack([each.float() for each in terms]).sum()
 
 
 def _draws(model: nn.Module, inputs: Any) -> bool:

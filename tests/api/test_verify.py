@@ -72,6 +72,25 @@ class Layers(nn.Module):
         return functional.mse_loss(x, y)
 
 
+class Told(Layers):
+    """The same, with what the loss was made of in front of it."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last activations and the loss."""
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x, functional.mse_loss(x, y)
+
+
+def told(_rank: int, plan: Plan, folder: Path) -> list[Check]:
+    return verify_on_rank(plan, *told_example(), folder)
+
+
+def told_example() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Told(), (torch.randn(8, 32), torch.randn(8, 32))
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(2) as ranks:
@@ -129,6 +148,14 @@ def test_a_sound_plan_passes_every_check(pool: RankPool, tmp_path: Path, fix: di
         (name, "ok") for name in ("loss", "gradients", "state", "replicas", "collective order", "memory")
     ]
     assert ("0 collectives" in first[4].found) == ("pp" in fix)
+
+
+@pytest.mark.parametrize("fix", [{"tp": 2}, {"pp": 2, "microbatch": 2}], ids=str)
+def test_what_a_model_gives_beside_its_loss_is_not_trained_on(pool: RankPool, tmp_path: Path, fix: dict[str, int]):
+    model, batch = told_example()
+    plan = autopar.plan(model, "cpu:2", example_inputs=batch, fix=fix)
+
+    assert {each.outcome for each in pool.values(told, plan, tmp_path)[0]} == {"ok"}
 
 
 def test_values_that_drift_apart_on_one_rank_are_found_by_two_checks(pool: RankPool, tmp_path: Path):
