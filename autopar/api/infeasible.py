@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
 
+from autopar.api.pipelining import Wanted
 from autopar.api.wishes import DATA_PARALLEL
 from autopar.costs.liveness import local_bytes
 from autopar.costs.outcome import Outcome
@@ -28,6 +29,27 @@ def degrees(fixed: Mapping[str, int], forbidden: Sequence[str], devices: int) ->
     return InfeasibleError(
         f"{said}: the degrees use {product} of {devices} devices and nothing may use the remaining factor "
         f"{devices // product}; raise a degree, leave one free, or take a cluster of {product} devices"
+    )
+
+
+def no_stages(wanted: Wanted, fixed: Mapping[str, int], most: int, devices: int) -> InfeasibleError:
+    """Return the error about a schedule of pipeline stages where there is room for one pipeline rank only.
+
+    `most` pipeline ranks could have stages of their own.
+    """
+    asked = f"--fix schedule={wanted.schedule} needs pipeline stages on 2 ranks or more"
+    if most < 2:
+        each = f" for {wanted.interleave} stages on each" if wanted.interleave > 1 else ""
+        return InfeasibleError(
+            f"{asked}, and the model has too few blocks to cut between{each}; leave the schedule out, or put the "
+            "layers into a torch.nn.ModuleList"
+        )
+    others = " ".join(f"--fix {k}={v}" for k, v in fixed.items() if v > 1)
+    left = devices // prod(fixed.values())
+    return InfeasibleError(
+        f"{asked}; the model has blocks for up to {most}, and no number from 2 to {most} divides {left}, the devices "
+        f"{f'that {others} leave of {devices}' if others else 'of the cluster'}; leave the schedule out, or change the "
+        "degrees or the cluster"
     )
 
 

@@ -73,6 +73,9 @@ class Outer:
     _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
 
+    _no_price: dict[int, str] = field(init=False, default_factory=dict)
+    """Why nothing has a price on as many ranks along which tensors are split."""
+
     @property
     def best(self) -> Solved | None:
         """Return the fastest plan so far."""
@@ -292,6 +295,8 @@ class Outer:
             bound = self._known_bound_s(trial)
             sure = "at least" if self.solving.proves(trial) else "about"
             why = f"{sure} {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
+            if bound == inf:
+                why = self._no_price.get(_shape(trial).width, WHY_NOT["infeasible"])
             self.solved.append(_left(trial, bound, why))
 
     def _work_bound_s(self, trial: Trial) -> float:
@@ -357,7 +362,8 @@ class Outer:
         """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another."""
         try:
             _, pricing = self.solving.price(trial, self.wishes)
-        except (CostModelError, InfeasibleError):
+        except (CostModelError, InfeasibleError) as error:
+            self._no_price.setdefault(_shape(trial).width, str(error))
             return inf
         limits = Limits(inf, max(self.left_s, 0.1), seed=self.solving.options.seed)
         return Ilp(pricing.table).relaxed(limits).free_s

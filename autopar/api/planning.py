@@ -192,7 +192,7 @@ class Planner:
             tried = [wishes.depth]
             self._require_blocks(wishes.depth, wishes)
         else:
-            blocks = len(units(self.program.graph)) // (wishes.interleave or 1)
+            blocks = len(units(self.program.graph)) // wishes.wanted(2).interleave
             tried = [each for each in depths(devices, blocks) if each > 1 or wishes.schedule_is_open]
         found = {}
         for depth in tried:
@@ -200,6 +200,8 @@ class Planner:
                 found[depth] = candidates(devices // depth, per_node, wishes.fixed, wishes.forbidden)
         found = {depth: meshes for depth, meshes in found.items() if meshes}
         if not found:
+            if wishes.depth is None and not wishes.schedule_is_open:
+                raise infeasible.no_stages(wishes.wanted(2), wishes.fixed, blocks, devices)
             fixed = {**wishes.fixed, "pp": wishes.depth} if wishes.depth not in {None, 1} else wishes.fixed
             raise infeasible.degrees(fixed, wishes.forbidden, devices)
         return found

@@ -380,9 +380,15 @@ def test_stages_of_several_ranks_equal_the_models_own(four: RankPool, fix: dict[
         ({"pp": 3}, InfeasibleError, "do not divide the cluster's 8 devices"),
         ({"schedule": "gpipe", "pp": 1}, UsageError, "needs pipeline stages: add --fix pp=N"),
         ({"pp": 2, "interleave": 3}, InfeasibleError, r"6 pipeline stages \(2 ranks of 3\), .* at most 4 \(pp x inter"),
+        (
+            {"schedule": "gpipe", "dp_replicate": 8},
+            InfeasibleError,
+            "to 4 divides 1, .* that --fix dp_replicate=8 leave of",
+        ),
+        ({"schedule": "interleaved_1f1b", "interleave": 3}, InfeasibleError, "too few blocks .* for 3 stages on each"),
         ({"schedule": "zbv", "interleave": 1}, UsageError, "'zbv' has 2 stages a rank, not 1: use --fix interleave=2"),
     ],
-    ids=["stages", "micro-batch", "degree", "schedule", "stages a rank", "interleave"],
+    ids=["stages", "micro-batch", "degree", "schedule", "stages a rank", "no rank left", "few blocks", "interleave"],
 )
 def test_impossible_pipelines_say_why(fix: dict[str, Any], kind: type[Exception], text: str):
     model, batch = layers()

@@ -99,6 +99,12 @@ def test_what_cannot_be_is_refused_with_the_reason(
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("fix", [{}, {"microbatch": 2}, {"pp": 2}], ids=str)
+def test_a_type_that_the_devices_do_not_compute_in_is_the_reason(fix: dict[str, int]) -> None:
+    with pytest.raises(InfeasibleError, match="no compute rate for 'bfloat16'; known: float16, float32, float64"):
+        plan("v100-16gb:2", precision="bf16", fix=fix)
+
+
 def test_what_does_not_fit_says_how_far_it_is_and_what_would_fit() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(8))), torch.empty(64, 32768)
