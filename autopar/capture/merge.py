@@ -6,6 +6,9 @@ each of those views would be redistributed for itself; as one, its readers share
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -22,24 +25,49 @@ _STRIDED = {_aten.as_strided.default: 4, _aten.as_strided_scatter.default: 5}
 
 
 def drop_idle_strides(joint: fx.GraphModule) -> int:
-    """Remove each `as_strided` that describes its input as it is, and each scatter through such one; return how many.
+    """Replace each `as_strided` and its scatter that say nothing of where elements lie; return how many.
 
-    Pooling to one place makes them, to say that dimensions of size 1 may have strides of channels-last memory. Where
-    elements lie in memory says nothing of what they are, so in general `as_strided` has no rule.
+    One that describes its input as it is, and a scatter through such one, are left out; between dense tensors with
+    their elements in plain order both are views. Pooling to one place makes them, to say that dimensions of size 1 may
+    have strides of channels-last memory, and its backward writes so into zeros. Where elements lie in memory says
+    nothing of what they are, so in general `as_strided` has no rule.
     """
     dropped = 0
     for node in list(joint.graph.nodes):
+        if node.target is _aten.copy.default and _is_whole(*node.args[:2]):
+            node.replace_all_uses_with(node.args[1])
+            dropped += 1
         if node.target not in _STRIDED:
             continue
         *given, size, stride, offset = (*node.args, None)[: _STRIDED[node.target]]
         value = given[0].meta["val"]
-        strides = zip(value.shape, value.stride(), stride, strict=False)
-        same = tuple(size) == tuple(value.shape) and all(a == b for n, a, b in strides if n > 1)
-        if same and not node.kwargs and offset in {None, value.storage_offset()}:
-            node.replace_all_uses_with(given[-1])  # what is viewed, or what is written over all of it
-            joint.graph.erase_node(node)
+        if node.kwargs or offset not in {None, value.storage_offset()}:
+            continue
+        written = given[-1]  # what is viewed, or what is written over all of it
+        if tuple(size) == tuple(value.shape) and _same_strides(size, value.stride(), stride):
+            node.replace_all_uses_with(written)
             dropped += 1
+        elif value.is_contiguous() and math.prod(size) == value.numel() and _same_strides(size, _plain(size), stride):
+            node.target, node.args = _aten.view.default, (written, list(node.meta["val"].shape))
+            dropped += 1
+    if dropped:
+        joint.graph.eliminate_dead_code()
     return dropped
+
+
+def _is_whole(into: fx.Node, source: fx.Node) -> bool:
+    """Return whether a copy gives its source as it is."""
+    a, b = into.meta["val"], source.meta["val"]
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _plain(size: Sequence[int]) -> list[int]:
+    """Return the strides of a dense tensor whose last dimension is innermost in memory."""
+    return [math.prod(size[dim + 1 :]) for dim in range(len(size))]
+
+
+def _same_strides(size: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    return all(x == y for n, x, y in zip(size, a, b, strict=True) if n > 1)
 
 
 def merge_equal_views(joint: fx.GraphModule) -> int:
