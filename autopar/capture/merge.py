@@ -58,7 +58,7 @@ def drop_idle_strides(joint: fx.GraphModule) -> int:
 def _is_whole(into: fx.Node, source: fx.Node) -> bool:
     """Return whether a copy gives its source as it is."""
     a, b = into.meta["val"], source.meta["val"]
-    return a.shape == b.shape and a.dtype == b.dtype
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
 
 
 def _plain(size: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.placement import Placement, Replicate, Shard
@@ -23,20 +23,37 @@ _BLANK = frozenset(
 """Operators that make a tensor of equal elements: it can be wherever its readers want it."""
 
 
+_SPREADING = frozenset({"aten.expand.default", "aten.repeat.default"})
+"""Operators that give every sample what all share."""
+
+_RELAID = frozenset({"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.slice.Tensor"})
+"""Operators that may turn any dimension into that of the batch."""
+
+
 def follow_in_time(graph: Graph, count: int, found: Mapping[str, tuple[Strategy, ...]]) -> dict[str, Strategy]:
     """Return the strategy of each representative operator along an axis of `count` micro-batches.
 
     That of plain data parallelism, but where micro-batches can do by themselves what it would join the batch for.
     An operator that needs the whole batch has a strategy whose inputs are not where they are made.
+    What is given to all samples, as learned queries are, is whole in each micro-batch and cut where it meets their
+    rows; where views behind it hide that its rows are alike, each micro-batch gives it to its own samples instead.
     """
-    return _Follower(graph, count, found).run()
+    plain = _Follower(graph, count, found)
+    follow = plain.run()
+    if not plain.cuts_what_was_relaid():
+        return follow
+    spread = _Follower(graph, count, found, spreads=True)
+    apart = spread.run()
+    return follow if spread.cuts_what_was_relaid() or spread.crossing() - plain.crossing() else apart
 
 
 class _Follower:
     """Goes through a program once, and notes of every value where it is and what is known of it."""
 
-    def __init__(self, graph: Graph, count: int, found: Mapping[str, tuple[Strategy, ...]]) -> None:
-        self._graph, self._count, self._options = graph, count, found
+    def __init__(
+        self, graph: Graph, count: int, found: Mapping[str, tuple[Strategy, ...]], *, spreads: bool = False
+    ) -> None:
+        self._graph, self._count, self._options, self._spreads = graph, count, found, spreads
         self._follow: dict[str, Strategy] = {}
         self._placed: dict[Ref, Placement | None] = {}
         self._facts: dict[Ref, Fact] = {}
@@ -60,6 +77,35 @@ class _Follower:
                 self._begin(op)
         self._settle_blanks()
         return self._follow
+
+    def crossing(self) -> set[tuple[str, Ref]]:
+        """Return which operators read what of other micro-batches than their own."""
+        return {
+            (op.name, ref)
+            for op in self._graph.ops
+            for ref, wanted in self._read(op)
+            if self._placed[ref] not in {None, Replicate()} and self._placed[ref] != wanted
+        }
+
+    def cuts_what_was_relaid(self) -> bool:
+        """Return whether rows are cut out of a whole value of which a view made them: nothing shows they are alike."""
+        batch = self._graph.batch_size
+        relaid: set[str] = set()
+        for op in self._graph.ops:
+            before = [self._graph.meta(ref).shape[:1] for ref in op.refs]
+            after = [meta.shape[:1] for meta in op.outputs if meta is not None]
+            made = op.target in _RELAID and (batch,) in after and any(dim not in {(), (1,), (batch,)} for dim in before)
+            if op.target not in _BLANK and (made or any(ref.op in relaid for ref in op.refs)):
+                relaid.add(op.name)
+        return any(
+            ref.op in relaid and self._placed[ref] == Replicate() and isinstance(wanted, Shard)
+            for op in self._graph.ops
+            for ref, wanted in self._read(op)
+        )
+
+    def _read(self, op: Op) -> Iterator[tuple[Ref, Placement]]:
+        if op.kind == "call":
+            yield from zip(op.refs, self._follow[self._graph.representative(op.name)].inputs, strict=True)
 
     def _begin(self, op: Op) -> None:
         rep, batch = self._graph.representative(op.name), self._graph.batch_size
@@ -126,8 +172,23 @@ class _Follower:
 
     def _plain(self, seen: Seen, rep: str) -> Strategy:
         whole = all(each is None or each == Replicate() for each in seen.now)
+        spread = self._to_own_samples(seen.op, rep) if whole and self._spreads else None
+        if spread is not None:
+            return spread
         # Of a parameter and zeros like a part of the batch comes a part: a recurrent layer's first step.
         return self._nearest(seen, rep, self._beside(seen) if whole else seen.now)
+
+    def _to_own_samples(self, op: Op, rep: str) -> Strategy | None:
+        """Return how a micro-batch gives a whole value to its own samples alone; `None` if it goes to none."""
+        if op.target not in _SPREADING or op.outputs[0] is None:
+            return None
+        after = op.outputs[0].shape
+        before = (1,) * (len(after) - len(self._graph.meta(op.refs[0]).shape)) + self._graph.meta(op.refs[0]).shape
+        dims = [
+            dim for dim, sizes in enumerate(zip(before, after, strict=True)) if sizes == (1, self._graph.batch_size)
+        ]
+        wanted = [Strategy((Replicate(),), (Shard(dim),)) for dim in dims[:1]]
+        return next((each for each in self._options[rep] if each in wanted), None)
 
     def _beside(self, seen: Seen) -> tuple[Placement | None, ...]:
         """Return where what an operator reads is, blank values beside what they are made like."""

@@ -91,6 +91,26 @@ class Carried(nn.Module):
         return state.square().mean()
 
 
+class Queried(nn.Module):
+    """Queries learned once for all samples, through layers that flatten samples and tokens; then they meet samples."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(3, 4))
+        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4, 2)
+        self.first = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+        self.then = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+        self.batch_first = batch_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.batch_first:
+            asked = self.norm(self.queries.expand(x.shape[0], -1, -1))
+        else:  # [queries, batch, width], as DETR has them
+            asked, x = self.norm(self.queries.unsqueeze(1).repeat(1, x.shape[0], 1)), x.transpose(0, 1)
+        asked = asked + self.first(asked, asked, asked, need_weights=False)[0]
+        return self.out(asked + self.then(asked, x, x, need_weights=False)[0]).square().mean()
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
     plain, example = cases()["plain"]
@@ -100,6 +120,8 @@ def models() -> dict[str, Any]:
         "weighted": weighted(),
         "typed": typed,
         "carried": (Carried(), (torch.randn(8, 3, 4),)),
+        "queried": (Queried(True), (torch.randn(8, 5, 4),)),
+        "queried_second": (Queried(False), (torch.randn(8, 5, 4),)),
         **routing(),
     }
 
