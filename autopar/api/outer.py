@@ -297,7 +297,9 @@ class Outer:
             why = f"{sure} {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
             if bound == inf:
                 why = self._no_price.get(_shape(trial).width, WHY_NOT["infeasible"])
-            self.solved.append(_left(trial, bound, why))
+            late = bound < inf and self.best is None and self.left_s <= 0
+            solution = Solution("time_limit" if late else "cutoff", (), inf, bound)
+            self.solved.append(Solved(trial, solution, why_not=WHY_NOT["time_limit"] if late else why))
 
     def _work_bound_s(self, trial: Trial) -> float:
         """Return a bound from micro-batches on tensor-parallel ranks alone: samples cost least in the largest ones."""

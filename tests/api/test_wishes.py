@@ -105,6 +105,13 @@ def test_a_type_that_the_devices_do_not_compute_in_is_the_reason(fix: dict[str, 
         plan("v100-16gb:2", precision="bf16", fix=fix)
 
 
+def test_time_that_ends_before_anything_is_tried_is_no_lack_of_memory() -> None:
+    with pytest.raises(InfeasibleError, match="no plan was found within the time limit of 1e-06 s"):
+        plan(fix={"pp": 2}, time_limit=1e-6)
+
+    assert plan(fix={"microbatch": 2}, time_limit=1e-6).solver.status == "time_limit"
+
+
 def test_what_does_not_fit_says_how_far_it_is_and_what_would_fit() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(8))), torch.empty(64, 32768)
