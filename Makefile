@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 OUT := out
+# Tests of a file stay on one worker but for the last ones, so that what they share is made once.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
 .PHONY: demo test test-all lint format setup clean
 .DELETE_ON_ERROR:
@@ -37,10 +39,10 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	$(PYTEST)
 
 format: $(READY)
 	$(BIN)/ruff check --fix -q .

@@ -26,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph_module import _assign_attr as assign_attribute
 from torch.fx.graph_module import _del_attr as delete_attribute
 from torch.nn.utils import clip_grad
@@ -39,6 +40,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "LazyGraphModule",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",

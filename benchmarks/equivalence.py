@@ -323,8 +323,9 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    # Before the forks, so that it happens once.
-    import_module("autopar.api.compiling")
+    # Before the forks, so that it happens once; all but the first are what torch itself loads for the first capture.
+    for module in ("autopar.api.compiling", "sympy.tensor.tensor", "torch.distributed.checkpoint", "torch.testing"):
+        import_module(module)
     if set(args.models) - {"mlp", "unet"}:
         import_module("autopar.models.hf_tiny")
         import_module("transformers")

@@ -108,9 +108,10 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _install_recorders(module: nn.Module) -> None:
     """Install the hooks that transformers would install, under a lock, when a call first asks for hidden states."""
     library = sys.modules.get("transformers.utils.output_capturing")
+    models = sys.modules.get("transformers.modeling_utils")  # not loaded yet: the module cannot be one of them
     install = getattr(library, "maybe_install_capturing_hooks", None)
-    if install is not None:
-        kind: Any = sys.modules["transformers"].PreTrainedModel
+    if install is not None and models is not None:
+        kind: Any = models.PreTrainedModel
         for each in module.modules():
             if isinstance(each, kind):
                 install(each)

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from torch import fx
 
+from autopar._torch import LazyGraphModule
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.placement import Layout
 from autopar.ir.plan import Decisions
@@ -86,7 +87,7 @@ def rewrite(
     for phase in (cut.forward, cut.backward):
         if phase is not None:
             applied += run_passes(phase, SPMD)
-    draft = None if cut.backward is None else fx.GraphModule(cut.backward, copied(cut.backward.graph))
+    draft = None if cut.backward is None else LazyGraphModule(cut.backward, copied(cut.backward.graph))
     for name, phase in (("forward", cut.forward), ("backward", cut.backward)):
         if phase is not None:
             applied += run_passes(phase, (*overlap_passes(decisions, name), *LAST))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch import LazyGraphModule
+
 _ADD = torch.ops.aten.add.Tensor
 
 
@@ -45,7 +47,7 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str]) -> fx.Gr
             copies[node] = copies[kept]
         else:
             copies[node] = graph.node_copy(node, _Values(graph, node, copies, zero))
-    made = fx.GraphModule(backward, graph)
+    made = LazyGraphModule(backward, graph)
     graph.eliminate_dead_code()
     graph.lint()
     made.recompile()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch import LazyGraphModule
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.rewrite.errors import RewriteError
@@ -118,7 +119,7 @@ def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:
     graph.lint()
     takes = tuple(node.name for node in needed if node.op == "placeholder")
     names = tuple(f"{TOTAL}_{number}" for number in range(len(wanted)))
-    return Totals(fx.GraphModule(gm, graph), takes, names)
+    return Totals(LazyGraphModule(gm, graph), takes, names)
 
 
 def _check_cuts(graph: fx.Graph, captured: Graph) -> None:

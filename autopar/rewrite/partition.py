@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import storage_key
+from autopar._torch import LazyGraphModule, storage_key
 from autopar.ir.graph import Graph
 from autopar.rewrite.marks import mark, role
 from autopar.rewrite.programs import Saved
@@ -192,7 +192,7 @@ def _build(
                 copies[each] = graph.node_copy(each)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(None if node is None else copies[node] for node in results))
-    made = fx.GraphModule(gm, graph)
+    made = LazyGraphModule(gm, graph)
     graph.lint()
     return made
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar._torch import LazyGraphModule
 from autopar.ir.graph import Graph, Op, Output, Phase, Ref
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.plan import Decisions
@@ -75,7 +76,7 @@ class Localiser:
         gradients = (self._result(each) for each in self.graph.outputs if each.kind == "gradient")
         pairs = zip(self.graph.outputs, results, strict=True)
         self.out.output(tuple(next(gradients) if each.kind == "gradient" else made for each, made in pairs))
-        return fx.GraphModule(self.joint, self.out)
+        return LazyGraphModule(self.joint, self.out)
 
     def layout(self, ref: Ref) -> Layout:
         """Return the layout in which a value is made."""

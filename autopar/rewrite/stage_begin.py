@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar._torch import LazyGraphModule
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Decisions
 from autopar.rewrite.marks import mark, role
@@ -53,7 +54,7 @@ class Begun:
             if node not in copies:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in ends))
-        program = fx.GraphModule(self.gm, graph)
+        program = LazyGraphModule(self.gm, graph)
         graph.lint()
         run_passes(program, (SinkWaits(), in_levels, *LAST))
         return program, tuple(node.name for node in needed if node.op == "placeholder"), gives

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from autopar._torch import LazyGraphModule
 from autopar.ir.plan import Bucket
 from autopar.rewrite.buckets import MergeCollectives
 from autopar.rewrite.derived import is_view
@@ -178,7 +179,7 @@ def finish_program(
     results = [_finished(graph, each, start) for each, start in zip(gradients, starts, strict=True)]
     results += [_zero(graph, each, device) for each in zeros]
     graph.output(tuple(results))
-    made = fx.GraphModule(gm, graph)
+    made = LazyGraphModule(gm, graph)
     graph.lint()
     run_passes(made, (IssueEarly(), SinkWaits(), MergeCollectives(_own_buckets(made, buckets)), in_levels, *LAST))
     return made

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar._torch import storage_key
+from autopar._torch import LazyGraphModule, storage_key
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph, Output
 from autopar.ir.placement import Partial, Placement, Shard
@@ -372,7 +372,7 @@ class _Builder:
         self.graph.output(tuple(self._results))
         # Views that every reader takes for itself.
         self.graph.eliminate_dead_code()
-        made = fx.GraphModule(self._cut.gm, self.graph)
+        made = LazyGraphModule(self._cut.gm, self.graph)
         self.graph.lint()
         run_passes(made, (*PHASE, SettleScatters(), self._cut.in_levels, *LAST))
         return made

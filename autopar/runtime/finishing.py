@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch import LazyGraphModule
+
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 Run = Callable[[list[Any]], Sequence[Any]]
@@ -118,4 +120,4 @@ def _cut(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[each] for each in ends))
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return LazyGraphModule(gm, graph)

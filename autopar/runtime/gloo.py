@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from autopar._torch import gloo_with_threads
+from autopar._torch import LazyGraphModule, gloo_with_threads
 from autopar.runtime.direct import DIRECT
 from autopar.runtime.exchange import REDUCE
 
@@ -86,7 +86,7 @@ def by_messages(gm: fx.GraphModule) -> fx.GraphModule:
             part = graph.call_function(operator.getitem, (start, 0))
         start.replace_all_uses_with(part, delete_user_cb=lambda user, part=part: user is not part)
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    return LazyGraphModule(gm, graph)
 
 
 def _as_messages(node: fx.Node) -> bool:

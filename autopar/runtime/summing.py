@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch import LazyGraphModule
+
 _ATEN = torch.ops.aten
 
 
@@ -63,7 +65,7 @@ def summing(gm: fx.GraphModule, places: Mapping[str, int]) -> Summing:
         results[place] = adding
     graph.output(tuple(results))
     graph.lint()
-    return Summing(fx.GraphModule(gm, graph), like)
+    return Summing(LazyGraphModule(gm, graph), like)
 
 
 def _into(graph: fx.Graph, term: fx.Node, held: fx.Node) -> fx.Node | None:

@@ -16,18 +16,40 @@ import autopar
 from autopar.api import planning
 from tests.api.test_known_plans import Mlp
 
+PLAN_AND_REWRITE = """
+import sys
+from autopar.api import plan_captured
+from autopar.capture import capture
+from autopar.cli import main
+from autopar.models import resolve
+from autopar.options import PlanOptions
+from autopar.progress import Silent
+from autopar.rewrite import rewrite
+from cost_models.cluster import ClusterSpec
 
-def test_plans_do_not_depend_on_the_hash_seed(tmp_path: Path):
-    texts = set()
+assert main(["plan", "zoo:gpt-tiny", "-c", "cpu:2x2", "--batch", "8", "-o", sys.argv[1]]) == 0
+found = resolve("zoo:gpt-tiny", batch=8)
+captured = capture(found.model, found.example_inputs)
+options = PlanOptions.parse(fix={"tp": 2, "dp_shard": 2, "zero": 3})
+plan = plan_captured(captured, "gpt", ClusterSpec.parse("cpu:2x2"), options, Silent())
+programs = rewrite(captured.joint, captured.graph, plan.decisions, 0)
+print(programs.forward.code, programs.backward.code, programs.emitted, programs.saved)
+"""
+
+
+def test_plans_and_programs_do_not_depend_on_the_hash_seed(tmp_path: Path):
+    plans, programs = set(), set()
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.json"
-        wish = ["zoo:gpt-tiny", "-c", "cpu:2x2", "--batch", "8", "-o", str(path)]
-        command = [sys.executable, "-m", "autopar", "plan", *wish]
+        command = [sys.executable, "-c", PLAN_AND_REWRITE, str(path)]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run(command, check=True, capture_output=True, env=environment, timeout=300)
-        texts.add(path.read_text())
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=300)
+        plans.add(path.read_text())
+        programs.add(done.stdout)
 
-    assert len(texts) == 1
+    assert len(plans) == 1
+    assert len(programs) == 1
+    assert "all_gather" in programs.pop()
 
 
 def plan_at(monkeypatch: pytest.MonkeyPatch, pace_s: float) -> autopar.Plan:

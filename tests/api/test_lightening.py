@@ -111,19 +111,25 @@ def test_a_program_with_some_blocks_recomputed_computes_the_same():
     assert [op.name for op in again.graph.ops] == [n.name for n in again.joint.graph.nodes if n.op != "output"]
 
 
-def run(_rank: int, fix: dict[str, object], share: float) -> tuple[Trained, dict[str, str]]:
-    """Train where memory is `share` of the way from what recomputing all needs to what recomputing nothing needs."""
+def wide() -> tuple[nn.Module, tuple[torch.Tensor]]:
     torch.manual_seed(0)
-    model, example = Wide((64,) * 6), (torch.randn(128, 32),)
+    return Wide((64,) * 6), (torch.randn(128, 32),)
+
+
+def scarce_bytes(fix: dict[str, object], share: float) -> int:
+    """Return a memory `share` of the way from what recomputing all needs to what recomputing nothing needs."""
+    model, example = wide()
     most, least = [
         autopar.plan(
             model, cluster(1 << 30), example_inputs=example, fix={**fix, "recompute": way}, memory_margin=0.0
         ).estimates.peak_memory_bytes
         for way in ("none", "full")
     ]
-    spec = cluster(int((least + share * (most - least)) / 0.9))
-    plan = autopar.plan(model, spec, example_inputs=example, fix=fix)
-    return train(model, example, spec, fix), dict(plan.decisions.recompute)
+    return int((least + share * (most - least)) / 0.9)
+
+
+def run(_rank: int, memory_bytes: int, fix: dict[str, object]) -> Trained:
+    return train(*wide(), cluster(memory_bytes), fix)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +138,12 @@ def run(_rank: int, fix: dict[str, object], share: float) -> tuple[Trained, dict
     ids=["data", "stages"],
 )
 def test_steps_with_some_blocks_recomputed_equal_the_models_own(fix: dict[str, object], share: float):
+    memory_bytes = scarce_bytes(fix, share)
+    model, example = wide()
+    ways = autopar.plan(model, cluster(memory_bytes), example_inputs=example, fix=fix).decisions.recompute
+
     with RankPool(2) as pool:
-        (first, ways), (second, _) = pool.values(run, fix, share)
+        first, second = pool.values(run, memory_bytes, fix)
 
     assert 0 < len(ways) < 6
     assert "*" not in ways

@@ -55,7 +55,7 @@ def test_one_rank_holds_what_its_plan_says(name: str, fix: dict[str, Any]):
     ("name", "fix"),
     [
         ("mlp", {"dp_replicate": 2}),
-        ("vit", {"dp_replicate": 2}),
+        pytest.param("vit", {"dp_replicate": 2}, marks=pytest.mark.slow),
         ("bert", {"dp_shard": 2, "zero": 3}),
         ("mlp", {"tp": 2}),
         ("resnet", {"tp": 2}),

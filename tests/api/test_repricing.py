@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import autopar
+from autopar.api import plan_captured
 from autopar.api.repricing import repriced
-from autopar.capture import capture
+from autopar.capture import Captured, capture
 from autopar.cli import main
 from autopar.errors import StalePlanError, UsageError
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.models.hf_tiny import tiny
+from autopar.options import PlanOptions
+from autopar.progress import Silent
 from cost_models.cluster import ClusterSpec
 
 VERSION = torch.__version__.partition("+")[0]
@@ -35,9 +39,20 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def planned(name: str, cluster: str, fix: dict[str, Any]) -> tuple[Plan, Any]:
-    model, batch = tiny(name)
-    return autopar.plan(model, cluster, example_inputs=batch, fix=fix), capture(model, batch).graph
+@cache
+def captured(name: str) -> Captured:
+    return capture(*tiny(name))
+
+
+def planned(name: str, cluster: str, fix: dict[str, Any]) -> tuple[Plan, Graph]:
+    program = captured(name)
+    return _planned(name, cluster, tuple(fix.items())), program.graph
+
+
+@cache
+def _planned(name: str, cluster: str, fix: tuple[tuple[str, Any], ...]) -> Plan:
+    options = PlanOptions.parse(fix=dict(fix))
+    return plan_captured(captured(name), name, ClusterSpec.parse(cluster), options, Silent())
 
 
 @pytest.mark.parametrize(("name", "cluster", "fix"), CASES, ids=str)

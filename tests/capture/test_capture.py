@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
+from autopar._torch import FakeTensorMode
 from autopar.capture import CallArguments, capture
+from autopar.capture.fake import FakeModel
 from autopar.errors import CaptureError, InputMismatchError
 from tests.capture.program import run
 
@@ -391,3 +395,13 @@ def test_strides_that_say_nothing_leave_no_operator():
     }  # fmt: skip
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found.gradients[name], parameter.grad)
+
+
+def test_transformers_models_are_not_loaded_to_find_that_a_module_is_none_of_them(monkeypatch: pytest.MonkeyPatch):
+    """Some of transformers may be there for other reasons; the class of its models takes a second to load."""
+    recorders = SimpleNamespace(maybe_install_capturing_hooks=pytest.fail)
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", recorders)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+
+    FakeModel(nn.Linear(2, 2), FakeTensorMode(allow_non_fake_inputs=True))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
+from torch import fx
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Gather
+from autopar.rewrite import rewrite
 from tests.support.decide import decide, drawn, mesh_of
 from tests.support.models import cases
 from tests.support.whole import Ranked, Whole, run_ranks
@@ -17,6 +24,21 @@ MESHES = [mesh_of(tp=2), mesh_of(dp=2, tp=2)]
 def wholes() -> dict[str, tuple[Whole, list[torch.Tensor | None]]]:
     found = {name: Whole.of(model, example) for name, (model, example) in cases().items()}
     return {name: (whole, whole.run()) for name, whole in found.items()}
+
+
+@pytest.fixture(scope="module")
+def run_drawn(wholes) -> Callable[..., Ranked]:
+    """Run a model under decisions drawn by a seed; what several tests look at is run once."""
+
+    @cache
+    def run(name: str, mesh: Mesh, seed: int, gather: Gather, greedy: bool) -> Ranked:
+        whole, _ = wholes[name]
+        return run_ranks(whole, drawn(whole.captured.graph, mesh, seed, gather=gather, greedy=greedy))
+
+    def with_defaults(name: str, mesh: Mesh, seed: int, gather: Gather = "per_phase", greedy: bool = False) -> Ranked:
+        return run(name, mesh, seed, gather, greedy)
+
+    return with_defaults
 
 
 def require_equal(ranked: Ranked, whole: list[torch.Tensor | None]) -> None:
@@ -31,13 +53,12 @@ def require_equal(ranked: Ranked, whole: list[torch.Tensor | None]) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["mlp", "plain", "vision", "tied"])
-def test_random_decisions_give_the_whole_programs_results(name: str, mesh: Mesh, seed: int, wholes):
-    whole, want = wholes[name]
+def test_random_decisions_give_the_whole_programs_results(name: str, mesh: Mesh, seed: int, wholes, run_drawn):
     gather = "per_phase" if seed % 2 else "once"
 
-    ranked = run_ranks(whole, drawn(whole.captured.graph, mesh, seed, gather=gather, greedy=seed == 2))
+    ranked = run_drawn(name, mesh, seed, gather, greedy=seed == 2)
 
-    require_equal(ranked, want)
+    require_equal(ranked, wholes[name][1])
 
 
 @pytest.mark.parametrize("gather", ["per_phase", "once"])
@@ -66,11 +87,10 @@ def test_on_one_rank_results_are_equal_bit_for_bit(name: str, mesh: Mesh, wholes
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["vision", "tied"])
-def test_what_is_reported_as_emitted_is_what_ranks_issue(name: str, seed: int, wholes):
-    whole, _ = wholes[name]
+def test_what_is_reported_as_emitted_is_what_ranks_issue(name: str, seed: int, run_drawn):
     mesh = mesh_of(dp=2, tp=2)
 
-    ranked = run_ranks(whole, drawn(whole.captured.graph, mesh, seed))
+    ranked = run_drawn(name, mesh, seed)
 
     for programs, issued in zip(ranked.programs, ranked.issued, strict=True):
         assert [(e.op, e.axis, e.bytes) for e in programs.emitted] == [
@@ -79,12 +99,25 @@ def test_what_is_reported_as_emitted_is_what_ranks_issue(name: str, seed: int, w
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_save_the_same(seed: int, wholes):
-    whole, _ = wholes["tied"]
-
-    ranked = run_ranks(whole, drawn(whole.captured.graph, mesh_of(dp=2, tp=2), seed))
+def test_all_ranks_issue_the_same_collectives_in_the_same_order_and_save_the_same(seed: int, run_drawn):
+    ranked = run_drawn("tied", mesh_of(dp=2, tp=2), seed)
 
     first = ranked.programs[0]
     for other in ranked.programs[1:]:
         assert other.emitted == first.emitted
         assert [(s.source, s.index) for s in other.saved] == [(s.source, s.index) for s in first.saved]
+
+
+def test_no_python_is_written_for_a_program_until_it_is_read(wholes, monkeypatch: pytest.MonkeyPatch):
+    captured, written, write = wholes["mlp"][0].captured, [], fx.Graph.python_code
+
+    def counted(graph: fx.Graph, *args: Any, **how: Any) -> Any:
+        written.append(graph)
+        return write(graph, *args, **how)
+
+    monkeypatch.setattr(fx.Graph, "python_code", counted)
+    programs = rewrite(captured.joint, captured.graph, decide(captured.graph, mesh_of(tp=2), zero=True), 0)
+
+    assert written == []
+    assert "all_gather_into_tensor" in programs.forward.code
+    assert written == [programs.forward.graph]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ PAIR = mesh_of(tp=2)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
+    with RankPool(2, forked=False) as ranks:
         yield ranks
 
 
@@ -84,6 +85,17 @@ def test_three_steps_on_two_ranks_equal_the_models_own(pool: RankPool, name: str
     first, second = pool.values(train, name, seed)
 
     assert first == second
+
+
+def hashed(_rank: int) -> int:
+    return hash("a parameter's name")
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="all processes hash alike")
+def test_ranks_of_this_file_hash_unlike_as_those_of_a_job_do(pool: RankPool):
+    first, second = pool.values(hashed)
+
+    assert first != second
 
 
 def accumulate(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: processes that stay up, so that torch is imported once.
+"""Real gloo ranks for tests: processes that stay up, forked from one that has imported all they need.
 
     with RankPool(2) as pool:
         outcomes = pool.run(function, argument)     # function(rank, argument) on every rank
@@ -6,6 +6,11 @@
 
 `function` is a module-level function of a test module. A task that takes too long
 kills all ranks and fails the test; the next task starts new ones.
+
+The process that ranks are forked from has no threads and has run nothing: a rank starts as if it were new,
+without the seconds that its imports take. Its environment is the one in which the first pool was started.
+Forked ranks hash alike. Ranks of a job do not, so that what depends on the order of a set differs from rank to
+rank there: `RankPool(2, forked=False)` has an interpreter of its own for each rank.
 """
 
 from __future__ import annotations
@@ -22,6 +27,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+_IMPORTED = (
+    "pytest", "sympy.tensor.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.testing",
+    "autopar.api.compiling", "tests.support.routing", "tests.support.training",
+)  # fmt: skip
+"""What ranks would import otherwise, each by itself."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,9 @@ class Outcome:
 class RankPool:
     """Gloo ranks that run one task after another."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, forked: bool = True) -> None:
         self._ranks = ranks
+        self._forked = forked
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         self._workers: list[tuple[Any, Connection]] = []
         self._started = 0
@@ -94,7 +106,7 @@ class RankPool:
         return [outcome.value for outcome in outcomes]
 
     def close(self, *, kill: bool = False) -> None:
-        """Stop the ranks."""
+        """Stop the ranks: at once, or when they have left their process group."""
         for process, pipe in self._workers:
             if kill:
                 process.kill()
@@ -109,7 +121,9 @@ class RankPool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if self._forked else "spawn")
+        if self._forked:
+            context.set_forkserver_preload([*_IMPORTED])
         self._started += 1
         store = str(Path(self._folder.name) / f"store{self._started}")
         for rank in range(self._ranks):
@@ -139,3 +153,4 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
             outcome = Outcome(error=f"{kind}: {error}", kind=kind, trace=traceback.format_exc())
         pipe.send(outcome)
     dist.destroy_process_group()
+    os._exit(0)  # what is held may go as it is: to take torch down in order takes seconds
