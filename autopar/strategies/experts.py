@@ -31,7 +31,7 @@ class Experts:
     """The experts of a program, empty where it has none."""
 
     counts: Mapping[str, int]
-    """How many experts each of their parameters holds, by the parameter's name."""
+    """How many experts each of their parameters holds, by the parameter's name, in the program's order."""
 
     parameters: frozenset[str]
     """The operators that are such a parameter, perhaps reshaped or cast."""
@@ -58,7 +58,7 @@ def experts(graph: Graph) -> Experts:
             products[op.name] = tuple(found)
             chains.update(*found.values())
     parameters = {name for name in chains if graph.by_name[name].kind == "parameter"}
-    counts = {graph.by_name[name].target: _leading(graph.by_name[name].outputs[0]) for name in parameters}
+    counts = {op.target: _leading(op.outputs[0]) for op in graph.ops if op.name in parameters}
     gradients = _gradients(graph, parameters)
     seeds = {*products, *gradients}
     return Experts(counts, frozenset(chains), products, gradients, region(graph, seeds) if seeds else frozenset())

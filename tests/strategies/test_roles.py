@@ -67,6 +67,8 @@ def test_experts_are_in_parts_wherever_they_are_used(name: str, whole: bool):
 
     mine = offered(name, "expert", shard_parameters=not whole)
 
+    order = [op.target for op in graph.ops if op.target in known.counts]
+    assert list(known.counts) == order
     assert set(known.counts.values()) == {4}
     for operator in known.parameters & mine.keys():
         assert {each.outputs[0] for each in mine[operator]} == {(Shard(0),)}
