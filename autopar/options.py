@@ -391,9 +391,9 @@ def _check_no_contradiction(options: PlanOptions) -> None:
             f"--batch {batch} cannot be cut into micro-batches of {micro} (--fix microbatch={micro}); "
             f"take a divisor of {batch}"
         )
-    groups = math.prod(int(fix.get(axis, 1)) for axis in ("dp_replicate", "dp_shard"))
+    groups = math.prod(int(fix.get(axis, 1)) for axis in ("dp_replicate", "dp_shard", "ep"))
     if batch is not None and batch % groups:
         raise UsageError(
-            f"--batch {batch} cannot be split over {groups} data-parallel groups (dp_replicate x dp_shard); take a "
-            f"multiple of {groups}"
+            f"--batch {batch} cannot be split over {groups} data-parallel groups (dp_replicate x dp_shard x ep); take "
+            f"a multiple of {groups}"
         )

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from math import ceil, prod
 
 from autopar.api.pipelining import Wanted
-from autopar.api.wishes import DATA_PARALLEL
 from autopar.costs.liveness import local_bytes
 from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError
 from autopar.figures import format_bytes
 from autopar.options import PlanOptions
+from autopar.search.meshes import DATA
 from cost_models.cluster import ClusterSpec
 
 _LARGEST = 3
@@ -55,7 +55,7 @@ def no_stages(wanted: Wanted, fixed: Mapping[str, int], most: int, devices: int)
 
 def batch(fixed: Mapping[str, int], size: int) -> InfeasibleError:
     """Return the error about data-parallel degrees that the batch does not divide by."""
-    asked = {key: fixed[key] for key in DATA_PARALLEL if fixed.get(key, 1) > 1}
+    asked = {key: fixed[key] for key in DATA if fixed.get(key, 1) > 1}
     parts = prod(asked.values())
     nearest = f"{size // parts * parts} or {ceil(size / parts) * parts}" if size > parts else str(parts)
     return InfeasibleError(

@@ -9,8 +9,8 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.strategy import MeshStrategy, Strategy
-from autopar.search.meshes import Candidate
-from autopar.search.trials import DATA, settled
+from autopar.search.meshes import DATA, Candidate
+from autopar.search.trials import settled
 
 _COUNTED_FIRST = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 """Operators whose own sum over the batch is of inputs alone: it is made before the first micro-batch runs."""

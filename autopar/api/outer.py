@@ -373,7 +373,7 @@ class Outer:
 
 def _shape(trial: Trial) -> Shape:
     width = prod(axis.size for axis in trial.ranks) // trial.replicas
-    shards = prod(axis.size for axis in trial.ranks if axis.role == "dp_shard")
+    shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "ep"})
     return Shape(trial.depth, trial.microbatches, trial.replicas, shards, width)
 
 

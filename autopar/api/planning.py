@@ -6,16 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, inf, prod
+from math import ceil, gcd, inf, prod
 
 from autopar.api import infeasible
+from autopar.api.admitted import require_admitted
 from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.microbatching import nothing_divides
 from autopar.api.naming import name_axes, wished
 from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped
 from autopar.api.solving import Solved, Solving
-from autopar.api.wishes import DATA_PARALLEL, Wishes, check_names, read_wishes
+from autopar.api.wishes import Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
 from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError
@@ -26,8 +27,9 @@ from autopar.ir.stages import too_many_stages, units
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.ilp import Limits, Solution, smallest_peak
-from autopar.search.meshes import Candidate, MeshAxis, Role, candidates
+from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, candidates
 from autopar.search.trials import Trial, Uniform, depths, in_time, ways_of
+from autopar.strategies.experts import experts
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
@@ -74,6 +76,7 @@ class Planner:
         started = time.monotonic()
         wishes = read_wishes(self.options)
         check_names(self.program.graph, wishes)
+        require_admitted(self.program.graph, wishes.fixed)
         whole, others, hopeless = self._trials(wishes)
         outer = Outer(self._solving, wishes, self.progress, started, mixes=len(self._recompute_ways()) > 1)
         outer.solved += hopeless
@@ -111,7 +114,7 @@ class Planner:
         open_axes = tuple(
             MeshAxis("free" if place >= len(axes) - 2 else "dp_shard", axis.size) for place, axis in enumerate(axes)
         )
-        kept = tuple(MeshAxis("dp_shard" if axis.name.startswith("dp") else "tp", axis.size) for axis in axes)
+        kept = tuple(MeshAxis(_role_of(axis), axis.size) for axis in axes)
         for candidate in (kept, open_axes):
             solved = self._solve_one(Trial(candidate), wishes)
             if solved.outcome is not None:
@@ -140,7 +143,7 @@ class Planner:
         """
         batch = self.program.graph.batch_size
         meshes = self._meshes(wishes)
-        parts = prod(wishes.fixed.get(key, 1) for key in DATA_PARALLEL)
+        parts = prod(wishes.fixed.get(key, 1) for key in DATA)
         if batch and batch % parts:
             raise infeasible.batch(wishes.fixed, batch)
         asked = wishes.microbatch is not None or wishes.depth not in {None, 1} or not wishes.schedule_is_open
@@ -195,9 +198,10 @@ class Planner:
             blocks = len(units(self.program.graph)) // wishes.wanted(2).interleave
             tried = [each for each in depths(devices, blocks) if each > 1 or wishes.schedule_is_open]
         found = {}
+        count = gcd(*experts(self.program.graph).counts.values())
         for depth in tried:
             if devices % depth == 0:
-                found[depth] = candidates(devices // depth, per_node, wishes.fixed, wishes.forbidden)
+                found[depth] = candidates(devices // depth, per_node, wishes.fixed, wishes.forbidden, count)
         found = {depth: meshes for depth, meshes in found.items() if meshes}
         if not found:
             if wishes.depth is None and not wishes.schedule_is_open:
@@ -352,11 +356,17 @@ class Planner:
         return found
 
 
+def _role_of(axis: Axis) -> Role:
+    """Return what an axis of a plan is for; data-parallel ones may keep parameters sharded."""
+    roles: tuple[Role, ...] = ("cp", "ep", "tp")
+    return next((role for role in roles if axis.name.startswith(role)), "dp_shard")
+
+
 def _splits_of_batch(samples: int, mesh: Mesh) -> tuple[int, list[Axis]]:
     """Return in how many parts the data-parallel axes split so many samples, and those that cannot."""
     parts, idle = 1, []
     for axis in mesh.axes:
-        if axis.name.startswith(DATA_PARALLEL) and axis.size > 1:
+        if axis.name.startswith(DATA) and axis.size > 1:
             if samples % (parts * axis.size):
                 idle.append(axis)
             else:

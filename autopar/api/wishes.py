@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from autopar.api.admitted import require_split_attention
 from autopar.api.pipelining import Wanted
 from autopar.api.tokens import by_tokens
 from autopar.errors import InfeasibleError, UsageError
@@ -15,15 +16,23 @@ from autopar.ir.plan import Gather, ParameterDecision, Reduce
 from autopar.ir.strategy import MeshStrategy
 from autopar.options import Constraint, PlanOptions
 from autopar.search.meshes import Candidate
+from autopar.search.meshes import Role as Purpose
 from autopar.simulate.generators import named
-from autopar.strategies.compose import AxisSpec
+from autopar.strategies.compose import AxisSpec, Role
 from autopar.suggest import did_you_mean
 
 Options = Mapping[str, tuple[MeshStrategy, ...]]
-DATA_PARALLEL = ("dp_replicate", "dp_shard")
-"""Degrees along which the batch is split."""
 
-_LATER = ("cp", "ep")
+_ROLES: Mapping[Purpose, Role] = {
+    "microbatch": "time",
+    "dp_replicate": "batch",
+    "dp_shard": "batch",
+    "cp": "sequence",
+    "ep": "expert",
+    "tp": "tensor",
+    "free": "free",
+}
+"""What strategies are to offer along an axis, by what it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +94,15 @@ class Wishes:
 
     def axes(self, candidate: Candidate) -> tuple[AxisSpec, ...]:
         """Return what the strategies are to offer along each axis of a candidate."""
-        roles = {"microbatch": "time", "dp_replicate": "batch", "dp_shard": "batch", "tp": "tensor", "free": "free"}
-        whole = {"microbatch", "dp_replicate"} | ({"dp_shard", "free"} if self.zero == 0 else set())
+        whole = {"microbatch", "dp_replicate"} | ({"dp_shard", "cp", "ep", "free"} if self.zero == 0 else set())
         return tuple(
             AxisSpec(
                 axis.size,
-                role=roles[axis.role],  # type: ignore[arg-type]
+                role=_ROLES[axis.role],
                 shard_parameters=axis.role not in whole,
                 any_dim=bool(self.resting),
                 moves_activations=self.moves_activations,
+                beside_experts=axis.role != "ep" and any(each.role == "ep" for each in candidate),
             )
             for axis in candidate
         )
@@ -102,8 +111,10 @@ class Wishes:
         """Return the options that honour the wishes.
 
         Raises:
-            InfeasibleError: a constraint leaves a parameter without a placement, or no matrix divides by a fixed `tp`.
+            InfeasibleError: a constraint leaves a parameter without a placement, no matrix divides by a fixed `tp`, or
+                no attention by a fixed `cp`.
         """
+        require_split_attention(graph, candidate, options)
         left = dict(options)
         matrices = split = 0
         for op in graph.ops:
@@ -137,13 +148,10 @@ def read_wishes(options: PlanOptions) -> Wishes:
     """Return the wishes of the options.
 
     Raises:
-        UsageError: a wish asks for what this version does not do.
+        UsageError: wishes contradict each other.
     """
     fix = options.fix
-    for key in _LATER:
-        if int(fix.get(key, 1)) > 1:
-            raise not_yet(key, fix[key])
-    roles = ("dp_replicate", "dp_shard", "tp")
+    roles = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
     zero = fix.get("zero")
     found = Wishes(
         fixed={key: int(fix[key]) for key in roles if key in fix},
@@ -179,14 +187,6 @@ def _depth(fix: Mapping[str, object], forbid: Sequence[str]) -> int | None:
     if depth == 1 and schedule not in {None, "none"}:
         raise UsageError(f"--fix schedule={schedule} needs pipeline stages: add --fix pp=N")
     return depth
-
-
-def not_yet(key: str, value: object) -> UsageError:
-    """Return the error about a wish that this version cannot grant."""
-    return UsageError(
-        f"--fix {key}={value}: this version does not plan that (but dp_replicate, dp_shard, tp, zero, microbatch, pp, "
-        f"schedule, interleave, recompute, sequence_parallel); leave {key} out"
-    )
 
 
 def unfold_if_split(graph: Graph, wishes: Wishes) -> Graph:

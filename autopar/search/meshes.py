@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-Role = Literal["microbatch", "dp_replicate", "dp_shard", "tp", "free"]
+Role = Literal["microbatch", "dp_replicate", "dp_shard", "cp", "ep", "tp", "free"]
 """What an axis is for: named by the user, or `free` to be whatever the solver makes of it; `microbatch` is in time."""
+
+DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard", "ep")
+"""Roles of the axes along which the batch is split: what is between the products with experts is along `ep`, too."""
+
+_OF_SOME: tuple[Role, ...] = ("cp", "ep")
+"""Roles beside data and tensor parallelism: what is left over never becomes `cp`, and `ep` only of experts."""
 
 _FREE_LIMIT = 16
 """World sizes up to which an axis over all devices is free; beyond, it is data parallel, and freedom stays inside."""
@@ -26,20 +32,26 @@ Candidate = tuple[MeshAxis, ...]
 """Axes, outermost first."""
 
 
-def candidates(devices: int, per_node: int, fixed: Mapping[str, int], forbidden: Sequence[str]) -> list[Candidate]:
+def candidates(
+    devices: int, per_node: int, fixed: Mapping[str, int], forbidden: Sequence[str], experts: int = 0
+) -> list[Candidate]:
     """Return the meshes to solve for `devices`, most promising first; empty if the fixed degrees do not divide them.
 
     Degrees in `fixed` become axes of that role; what they leave over is split in every way into
-    a data-parallel part and an inner free one.
+    a data-parallel part and an inner free one, or one that splits so many `experts` evenly.
     """
-    known = {role: size for role, size in fixed.items() if role in {"dp_replicate", "dp_shard", "tp"}}
+    axes: set[str] = {"dp_replicate", "dp_shard", "tp", *_OF_SOME}
+    known = {role: size for role, size in fixed.items() if role in axes}
     taken = prod(known.values())
     if devices % taken:
         return []
     rest = devices // taken
-    if len(known) == len({"dp_replicate", "dp_shard", "tp"} - set(forbidden)) and rest > 1:
+    if {"dp_replicate", "dp_shard", "tp"} <= {*known, *forbidden} and rest > 1:
         return []
-    found = [_assemble(known, extra) for extra in _splits(rest, per_node, known, forbidden)]
+    splits = _splits(rest, per_node, known, forbidden)
+    if experts and not {"dp_shard", "ep"} & {*known, *forbidden}:
+        splits += [{"dp_shard": rest // size, "ep": size} for size in _divisors(rest) if size > 1 > experts % size]
+    found = [_assemble(known, extra) for extra in splits]
     return list(dict.fromkeys(c for c in found if c is not None))
 
 
@@ -75,7 +87,7 @@ def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Seque
 
 def _assemble(known: Mapping[str, int], extra: Mapping[Role, int]) -> Candidate | None:
     sizes: dict[str, int] = {**known, **{str(role): size for role, size in extra.items()}}
-    order: tuple[Role, ...] = ("dp_replicate", "dp_shard", "free", "tp")
+    order: tuple[Role, ...] = ("dp_replicate", "dp_shard", "cp", "ep", "free", "tp")
     return tuple(MeshAxis(role, sizes[role]) for role in order if sizes.get(role, 1) > 1)
 
 

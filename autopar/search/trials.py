@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from autopar.search.meshes import Candidate, MeshAxis, Role
+from autopar.search.meshes import DATA, Candidate, MeshAxis, Role
 
 Uniform = Literal["none", "casts", "selective", "per_operator", "full", "whole"]
 """One way of recomputing all blocks."""
 
 Recompute = Uniform | tuple[tuple[str, str], ...]
 """One way of recomputing all blocks, or the ways of those that are, by their paths."""
-
-DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard")
-"""Roles of the axes along which the batch is split."""
 
 _DEEPEST = 64
 """Pipeline ranks at most, where their number is open."""

@@ -9,6 +9,9 @@ data parallelism does, the batch split followed through the program, which keeps
 products small where there are several axes; a *tensor* axis
 everything but that. The *time* axis, of micro-batches, is a batch axis whose
 coordinates run one after another: small tables of the batch are made for each.
+An *expert* axis is a batch axis that splits experts' parameters by experts and is
+free around their products; a *sequence* axis follows the split of tokens instead of
+the batch's and is free where the tokens of a sequence meet.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ from autopar.ir.placement import Layout, Replicate, Shard, is_valid, nest
 from autopar.ir.roles import gradient_like, parameter_like
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
-from autopar.strategies.following import follow_batch
+from autopar.strategies.experts import by_experts, experts
+from autopar.strategies.following import follow_batch, follow_tokens
 from autopar.strategies.in_time import follow_in_time
 from autopar.strategies.nesting import fits_mesh
+from autopar.strategies.regions import region
 
-Role = Literal["free", "batch", "tensor", "time"]
+Role = Literal["free", "batch", "tensor", "time", "expert", "sequence"]
 Hints = tuple[frozenset[Shard], ...]
 Enumerate = Callable[[Op, tuple[TensorMeta, ...], int, Hints, Hints], tuple[tuple[Strategy, ...], bool]]
 """`axis_strategies`: strategies of an operator on one axis, replicated first, and whether a rule exists."""
@@ -46,6 +51,9 @@ class AxisSpec:
     role: Role = "free"
     shard_parameters: bool = True
     """Whether parameters may be sharded at rest along it."""
+
+    beside_experts: bool = False
+    """Whether another axis splits experts, so that a batch axis is to shard their parameters in another dimension."""
 
     any_dim: bool = False
     """Whether a batch axis may shard a parameter in each dimension that divides, not in the first of these alone."""
@@ -133,8 +141,14 @@ def _on_axis(
     wanted = _wanted(graph, reps, found)
     if wanted:
         found, unknown = _forward(graph, axis, enumerate_axis, cache, wanted)
-    if axis.role in {"batch", "time"}:
-        found = _batch_only(graph, reps, axis, found)
+    if axis.role == "sequence":
+        found = _by_tokens(graph, reps, axis, found)
+    elif axis.role == "expert":
+        follow = follow_batch(graph, axis.size, found)
+        found = by_experts(graph, found, _followed(graph, reps, axis, found, follow))
+    elif axis.role in {"batch", "time"}:
+        follow = (follow_in_time if axis.role == "time" else follow_batch)(graph, axis.size, found)
+        found = _followed(graph, reps, axis, found, follow)
     elif axis.role == "tensor":
         found = _without_batch(graph, reps, axis, found)
     return found, unknown
@@ -221,11 +235,12 @@ def _start(graph: Graph, op: Op, axis: AxisSpec) -> tuple[Strategy, ...]:
     meta = op.outputs[0] if op.outputs else None
     if meta is None or op.kind in {"input", "buffer", "constant"}:
         return (whole,)
-    if op.kind == "parameter" and not axis.shard_parameters:
+    if op.kind == "parameter" and not axis.shard_parameters and axis.role != "expert":
         return (whole,)
     dims = [d for d in range(len(meta.shape)) if is_valid(meta.shape, (Shard(d),), (axis.size,))]
-    if op.kind == "parameter" and axis.role == "batch" and not axis.any_dim:
-        dims = dims[:1]
+    if op.kind == "parameter" and axis.role not in {"free", "tensor"} and not axis.any_dim:
+        apart = axis.beside_experts and op.name in experts(graph).parameters
+        dims = [d for d in dims if d > 0 or not apart][:1]
     return (whole, *(Strategy((), (Shard(d),)) for d in dims))
 
 
@@ -240,16 +255,7 @@ def _without_batch(
     starts = parameter_like(graph)
     kept: dict[str, tuple[Strategy, ...]] = {}
     for op in reps:
-        mine = follow[op.name]
-        split = [isinstance(p, Shard) for p in mine.inputs]
-        if op.kind != "call" or not any(split):
-            kept[op.name] = found[op.name] if op.kind != "tangent" else found[op.name][:1]
-            continue
-        kept[op.name] = tuple(
-            s
-            for s in found[op.name]
-            if not any(is_split and p == q for p, q, is_split in zip(s.inputs, mine.inputs, split, strict=True))
-        )
+        kept[op.name] = found[op.name][:1] if op.kind == "tangent" else _not_as(follow[op.name], found[op.name])
     for op in reps:
         if op.kind == "call" and op.name not in starts:
             matrices = [i for i, ref in enumerate(op.refs) if ref.op in starts and len(graph.meta(ref).shape) > 1]
@@ -258,19 +264,44 @@ def _without_batch(
     return kept
 
 
-def _batch_only(
+def _not_as(follow: Strategy, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """Return the strategies that take no input split as one does that follows a split."""
+    return tuple(
+        s
+        for s in options
+        if not any(isinstance(q, Shard) and p == q for p, q in zip(s.inputs, follow.inputs, strict=True))
+    )
+
+
+def _by_tokens(
     graph: Graph, reps: Sequence[Op], axis: AxisSpec, found: Mapping[str, tuple[Strategy, ...]]
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Return, for each operator, the one strategy that follows the batch split.
+    """Return the strategies that follow the split of tokens; where these meet, all that do not split the batch."""
+    batch = follow_batch(graph, axis.size, found)
+    open_to = dict(found)
+    for op in reps:
+        if op.kind == "call":
+            open_to[op.name] = _not_as(batch[op.name], found[op.name]) or found[op.name][:1]
+    follow, met = follow_tokens(graph, axis.size, open_to)
+    kept = _followed(graph, reps, axis, open_to, follow)
+    return kept | {name: tuple(dict.fromkeys((*kept[name], *open_to[name]))) for name in region(graph, met)}
+
+
+def _followed(
+    graph: Graph,
+    reps: Sequence[Op],
+    axis: AxisSpec,
+    found: Mapping[str, tuple[Strategy, ...]],
+    follow: Mapping[str, Strategy],
+) -> dict[str, tuple[Strategy, ...]]:
+    """Return, for each operator, the one strategy that follows the split of the inputs.
 
     Parameters on their way in and gradients on their way out keep theirs: where they are
     gathered and reduced is the choice that data parallelism has. Where a table or a matrix is
     larger than what it is applied to, that may travel instead.
     """
-    following = follow_in_time if axis.role == "time" else follow_batch
-    follow = following(graph, axis.size, found)
     starts, ends = parameter_like(graph), gradient_like(graph)
-    cast_up = axis.role == "batch" and any(_is_cast_up(graph, graph.by_name[name]) for name in ends)
+    cast_up = axis.role != "time" and any(_is_cast_up(graph, graph.by_name[name]) for name in ends)
     moved = _with_moved_activations(graph, reps, axis, found, follow)
     kept: dict[str, tuple[Strategy, ...]] = {}
     for op in reps:
@@ -299,7 +330,7 @@ def _with_moved_activations(
     bytes move if every rank has the whole batch there. A table of a large vocabulary is looked up by few tokens. What
     passes such a gradient on is among them, and may find it whole.
     """
-    if axis.role != "batch" or not axis.moves_activations:
+    if axis.role not in {"batch", "expert"} or not axis.moves_activations:
         return {}
     starts, ends = parameter_like(graph), gradient_like(graph)
     moved: dict[str, tuple[Strategy, ...]] = {}

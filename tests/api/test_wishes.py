@@ -83,7 +83,7 @@ REFUSED = [
         id="typo",
     ),
     pytest.param({"fix": {"tp": 4}, "constraint": "up.weight=Shard(2)@tp"}, InfeasibleError, "cannot be met", id="dim"),
-    pytest.param({"fix": {"cp": 2}}, UsageError, "--fix cp=2: this version", id="context"),
+    pytest.param({"fix": {"cp": 2}}, UsageError, "--fix cp=2: no input of the model has a batch", id="context"),
     pytest.param({"fix": {"pp": 2, "schedule": "zb_h1", "interleave": 2}}, UsageError, "has 1 stages a rank", id="zb"),
     pytest.param({"fixx": {"tp": 2}}, UsageError, "unknown option 'fixx'", id="option"),
 ]

@@ -1,0 +1,91 @@
+"""Degrees that a program must admit: `ep` needs experts, `cp` tokens and attention that heads or queries divide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.graph import Graph, Op
+from autopar.ir.placement import Shard
+from autopar.ir.strategy import MeshStrategy
+from autopar.search.meshes import Candidate
+from autopar.strategies.attention import RULES as ATTENTION
+from autopar.strategies.experts import experts
+from autopar.strategies.following import token_count
+
+
+def require_admitted(graph: Graph, fixed: Mapping[str, int]) -> None:
+    """Check that experts and tokens divide by the degrees that are asked for.
+
+    Raises:
+        InfeasibleError: they do not divide.
+        UsageError: the program has no experts, or reads no sequences.
+    """
+    if fixed.get("ep", 1) > 1:
+        _require_experts(graph, fixed["ep"])
+    if fixed.get("cp", 1) > 1:
+        _require_tokens(graph, fixed["cp"])
+
+
+def _require_experts(graph: Graph, size: int) -> None:
+    counts = experts(graph).counts
+    if not counts:
+        largest = max((op for op in graph.ops if op.kind == "parameter"), key=_dims, default=None)
+        shape = list(largest.outputs[0].shape) if largest is not None and largest.outputs[0] is not None else []
+        has = f"; {largest.target}, {shape}, is used whole" if largest is not None and len(shape) > 2 else ""
+        raise UsageError(
+            f"--fix ep={size}: no parameter of the model has a dimension of experts, each multiplied with tokens of "
+            f"its own (a batched or grouped product){has}; leave ep out, or use dp_shard or tp"
+        )
+    for name, count in counts.items():
+        if count % size:
+            raise InfeasibleError(
+                f"--fix ep={size}: {name} holds {count} experts, which do not divide into {size} equal parts; choose "
+                f"ep of {_divisors(count)}"
+            )
+
+
+def _dims(op: Op) -> int:
+    return len(op.outputs[0].shape) if op.outputs[0] is not None else 0
+
+
+def _require_tokens(graph: Graph, size: int) -> None:
+    counts = {op.name: token_count(graph, op.outputs[0]) for op in graph.ops if op.kind == "input" and op.outputs}
+    read = {name: count for name, count in counts.items() if count}
+    if not read:
+        raise UsageError(f"--fix cp={size}: no input of the model has a batch and a sequence dimension; leave cp out")
+    for name, count in read.items():
+        if count % size:
+            raise InfeasibleError(
+                f"--fix cp={size}: input {graph.by_name[name].target} has {count} tokens a sample, which do not divide "
+                f"into {size} equal parts; take a sequence that is a multiple of {size}, or choose cp of "
+                f"{_divisors(count)}"
+            )
+
+
+def require_split_attention(
+    graph: Graph, candidate: Candidate, options: Mapping[str, tuple[MeshStrategy, ...]]
+) -> None:
+    """Check that attention is not whole on every rank of a `cp` axis for want of a split.
+
+    Raises:
+        InfeasibleError: neither heads nor samples divide, and query positions must stay together.
+    """
+    for place, axis in enumerate(candidate):
+        if axis.role != "cp":
+            continue
+        for op in graph.ops:
+            if op.target not in ATTENTION or graph.representative(op.name) != op.name:
+                continue
+            if not any(isinstance(s.axes[place].inputs[0], Shard) for s in options[op.name]):
+                heads = graph.meta(op.refs[0]).shape[1]
+                raise InfeasibleError(
+                    f"--fix cp={axis.size}: {op.where} has {heads} query and {graph.meta(op.refs[1]).shape[1]} key "
+                    f"heads, which do not divide into {axis.size} equal parts, and causal attention or its mask keeps "
+                    f"query positions together; choose cp of {_divisors(heads)}"
+                )
+
+
+def _divisors(count: int) -> str:
+    found = [str(size) for size in range(2, count + 1) if count % size == 0]
+    return " or ".join(found[:1] + found[-1:] if len(found) > 4 else found) if found else "1"

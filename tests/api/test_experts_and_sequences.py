@@ -1,0 +1,158 @@
+"""Axes that split experts (`ep`) or tokens (`cp`): what is where along them, on ranks, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.placement import Replicate, Shard
+from autopar.ir.plan import Plan
+from autopar.models.zoo.llama import LlamaSettings
+from tests.support.ranks import RankPool
+from tests.support.routing import Experts
+from tests.support.training import Trained, train
+
+DENSE = LlamaSettings(1, 32, 4, 4, 64, vocab=64, sequence=16)
+MIXED = LlamaSettings(1, 32, 4, 4, 64, vocab=64, sequence=16, experts=4)
+EXPERTS = {f"layers.0.mlp.{name}" for name in ("gate", "up", "down")}
+
+
+def planned(settings: LlamaSettings, cluster: str = "cpu:4", batch: int = 8, **fix: Any) -> Plan:
+    with torch.device("meta"):
+        model, inputs = settings.model(), settings.inputs(batch, settings.sequence)
+    return autopar.plan(model, cluster, example_inputs=inputs, fix=fix)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def train_llama(_rank: int, settings: LlamaSettings, fix: dict[str, Any]) -> Trained:
+    torch.manual_seed(0)
+    ids = torch.randint(settings.vocab, (8, settings.sequence + 1))
+    return train(settings.model(), (ids[:, :-1].contiguous(), ids[:, 1:].contiguous()), "cpu:4", fix)
+
+
+@pytest.mark.parametrize(
+    "fix",
+    [
+        {"ep": 4},
+        {"ep": 2, "dp_shard": 2, "zero": 3},
+        {"ep": 2, "dp_replicate": 2, "microbatch": 1},
+        pytest.param({"ep": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_on_several_ranks_train_as_on_one(pool: RankPool, fix: dict[str, Any]):
+    for done in pool.values(train_llama, MIXED, fix):
+        assert done.worst_gradient < 1e-4
+
+
+@pytest.mark.parametrize(
+    "fix",
+    [
+        {"cp": 4},
+        {"cp": 2, "dp_shard": 2, "zero": 3},
+        {"cp": 2, "tp": 2},
+        pytest.param({"cp": 4, "microbatch": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sequences_on_several_ranks_train_as_on_one(pool: RankPool, fix: dict[str, Any]):
+    for done in pool.values(train_llama, DENSE, fix):
+        assert done.worst_gradient < 1e-4
+
+
+def train_grouped(_rank: int, fix: dict[str, Any]) -> Trained:
+    torch.manual_seed(4)
+    return train(Experts(layers=1), (torch.randn(8, 3, 8),), "cpu:4", fix)
+
+
+@pytest.mark.parametrize("fix", [{"ep": 4}, {"ep": 2, "dp_replicate": 2, "microbatch": 1}], ids=str)
+def test_experts_of_sorted_tokens_train_as_on_one_device(pool: RankPool, fix: dict[str, Any]):
+    for done in pool.values(train_grouped, fix):
+        assert done.worst_gradient < 1e-4
+
+
+def test_tokens_of_experts_can_be_split_by_both(pool: RankPool):
+    for done in pool.values(train_llama, MIXED, {"cp": 2, "ep": 2}):
+        assert done.worst_gradient < 1e-4
+
+
+def test_experts_stay_on_their_ranks_and_tokens_travel():
+    plan = planned(MIXED, ep=4)
+
+    along = {name: each.placements[0] for name, each in plan.decisions.parameters.items()}
+    assert plan.decisions.degrees["ep"] == 4
+    assert plan.decisions.mesh.names == ("ep",)
+    assert plan.workload.microbatch == 2
+    assert {name for name, placement in along.items() if placement == Shard(0)} == EXPERTS
+    assert {along[name] for name in along.keys() - EXPERTS} == {Replicate()}
+    assert all(plan.decisions.parameters[name].gather == "none" for name in EXPERTS)
+    kinds = {each.op for each in plan.decisions.collectives if each.bytes > 64}
+    assert kinds == {"all_to_all", "all_reduce"}
+    reduced = sum(each.bytes * each.count for each in plan.decisions.collectives if each.op == "all_reduce")
+    others = sum(p.numel() * 4 for name, p in MIXED.model().named_parameters() if name not in EXPERTS)
+    assert others <= reduced <= others + 64
+
+
+def test_attention_is_split_by_heads_where_activations_are_by_tokens():
+    plan = planned(LlamaSettings(1, 512, 8, 8, 1024, vocab=64, sequence=4096), "h100-sxm-80gb:8", 1, cp=8)
+
+    assert plan.decisions.degrees["cp"] == 8
+    assert plan.decisions.mesh.names == ("cp",)
+    attention = [
+        each for name, each in plan.decisions.operators.items() if name.startswith("_scaled_dot_product_flash")
+    ]
+    assert len(attention) == 2
+    assert {str(placement) for each in attention for (placement,) in each.strategy.inputs} == {"Shard(1)"}
+    products = [each.strategy.inputs[0][0] for name, each in plan.decisions.operators.items() if name == "mm"]
+    assert products == [Shard(0)]
+    moved = {each.op for each in plan.decisions.collectives if each.phase == "forward" and each.bytes > 64}
+    assert moved == {"all_to_all"}
+
+
+def test_experts_that_do_not_divide_are_counted():
+    with pytest.raises(InfeasibleError, match=r"--fix ep=3: layers\.0\.mlp\.\w+ holds 4 experts.*choose ep of 2 or 4"):
+        planned(MIXED, "cpu:3", 9, ep=3)
+
+
+def test_a_model_without_experts_has_nothing_to_split():
+    with pytest.raises(UsageError, match="--fix ep=2: no parameter of the model has a dimension of experts"):
+        planned(DENSE, "cpu:2", ep=2)
+
+
+def test_a_batch_must_divide_by_the_ranks_that_share_experts():
+    with pytest.raises(InfeasibleError, match="--fix ep=4: the batch of 6 .* does not divide into 4 equal parts"):
+        planned(MIXED, batch=6, ep=4)
+
+
+def test_tokens_that_do_not_divide_are_counted():
+    with pytest.raises(InfeasibleError, match=r"--fix cp=3: input input_ids has 16 tokens a sample.*multiple of 3"):
+        planned(DENSE, "cpu:3", cp=3)
+
+
+def test_heads_that_do_not_divide_are_counted():
+    with pytest.raises(InfeasibleError, match=r"--fix cp=8: .* has 4 query and 4 key heads.* choose cp of 2 or 4"):
+        planned(DENSE, "cpu:8", cp=8)
+
+
+def test_a_model_without_sequences_has_no_tokens_to_split():
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(8, 8), _Mean()), torch.empty(4, 8)
+
+    with pytest.raises(UsageError, match="--fix cp=2: no input of the model has a batch and a sequence dimension"):
+        autopar.plan(model, "cpu:2", example_inputs=(x,), fix={"cp": 2})
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()

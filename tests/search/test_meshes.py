@@ -1,0 +1,50 @@
+"""Which meshes are tried: degrees that the user fixes, and those that split experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.search.meshes import candidates
+
+
+def roles(devices: int, fixed: Mapping[str, int], experts: int = 0, forbidden: tuple[str, ...] = ()) -> set[str]:
+    found = candidates(devices, 8, fixed, forbidden, experts)
+    return {" x ".join(f"{axis.role}={axis.size}" for axis in mesh) for mesh in found}
+
+
+def test_experts_are_split_in_each_way_that_divides_them_and_the_devices():
+    more = roles(64, {}, experts=8) - roles(64, {})
+
+    assert more == {"dp_shard=32 x ep=2", "dp_shard=16 x ep=4", "dp_shard=8 x ep=8"}
+
+
+@pytest.mark.parametrize(("fixed", "forbidden"), [({}, ("ep",)), ({"dp_shard": 8}, ()), ({"ep": 1}, ())], ids=str)
+def test_experts_stay_whole_where_that_is_wished(fixed: dict[str, int], forbidden: tuple[str, ...]):
+    assert roles(64, fixed, 8, forbidden) == roles(64, fixed, 0, forbidden)
+
+
+def test_fixed_degrees_lie_data_outside_then_tokens_experts_and_tensors():
+    assert roles(16, {"tp": 2, "ep": 2, "cp": 2, "dp_shard": 2}) == {"dp_shard=2 x cp=2 x ep=2 x tp=2"}
+
+
+def test_nothing_is_left_over_that_no_role_may_take():
+    assert not roles(16, {"ep": 2}, forbidden=("tp", "dp_shard", "dp_replicate"))
+    assert not roles(12, {"cp": 8})
+
+
+@given(devices=st.integers(1, 64), ep=st.integers(1, 8), cp=st.integers(1, 4), experts=st.integers(0, 16))
+def test_every_mesh_has_all_devices_and_the_degrees_asked_for(devices: int, ep: int, cp: int, experts: int):
+    for fixed in ({"ep": ep, "cp": cp}, {"cp": cp}):
+        for mesh in candidates(devices, 8, fixed, (), experts):
+            sizes = {axis.role: axis.size for axis in mesh}
+            assert prod(sizes.values()) == devices
+            assert sizes.get("cp", 1) == cp
+            if "ep" in fixed:
+                assert sizes.get("ep", 1) == ep
+            elif "ep" in sizes:
+                assert experts % sizes["ep"] == 0
