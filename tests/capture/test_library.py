@@ -79,7 +79,9 @@ def test_masks_of_torchs_transformers_are_taken_as_they_are(kind: str):
     torch.testing.assert_close(found.gradients, {name: each.grad for name, each in model.named_parameters()})
 
 
-def test_checks_are_made_again_after_the_capture():
+def test_checks_are_made_again_after_the_capture(monkeypatch: pytest.MonkeyPatch):
+    # torch.compile, in another test of this process, turns them off for good.
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
     capture(Net(LOSSES["likelihood"]), (X,))
 
     with pytest.raises(ValueError, match="to satisfy the constraint"):
