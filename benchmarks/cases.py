@@ -89,7 +89,8 @@ def build(name: str, batch: int = 0, blocks: int = 0) -> tuple[Any, dict[str, An
     if name == "mlp":
         from benchmarks.testbed.scenarios import Scenario
 
-        model, (x, y) = Scenario(width=64, depth=max(4, blocks), batch=batch or 16).build()
+        # With the first seed an input of a ReLU is 2e-8 after a step, whose sign is rounding's: 7 % of a gradient.
+        model, (x, y) = Scenario(width=64, depth=max(4, blocks), batch=batch or 16).build(seed=2)
         return model.train(), {"x": x, "y": y}
     if name == "unet":
         from benchmarks.unet import example
