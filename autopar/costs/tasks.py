@@ -128,6 +128,8 @@ class _Builder:
         if op.name not in self._ends or len(op.refs) != 1:
             return False
         (ref,) = op.refs
+        if ref.op not in self._ends:
+            return False  # it makes a gradient, be it of what was gathered
         moved = (ref.op, ref.index, self.outcome.strategy(self.outcome.graph.representative(op.name)).inputs[0], "")
         return moved in self._moved or ref.op in self._late
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from autopar.capture import capture
 from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisSpec, Choices, compose
+from benchmarks.testbed.scenarios import SCENARIOS
 from tests.support.ranks import RankPool
 from tests.support.training import Trained, train
 
 VOCAB, WIDTH, ROWS = 512, 128, 16
+CALIBRATED = Path(__file__).parents[2] / "benchmarks" / "testbed" / "cluster_1gbit_calibrated.yaml"
 FEW, MANY = 8, 4096
 """Tokens of a batch, whose table of `VOCAB` rows weighs more and less than they do."""
 
@@ -86,6 +89,18 @@ def test_where_the_batch_outweighs_the_table_or_nothing_may_move_the_batch_split
     assert all(len(each) == 1 for each in whole.values())
     assert whole[GRADIENT] == {f"{Shard(0)},{Shard(0)}->{Partial()}"}
     assert offered(count, **axis)[f"embedding [{count}, {WIDTH}]"] == {f"{Replicate()},{Shard(0)}->{Shard(0)}"}
+
+
+def test_what_is_gathered_for_the_gradient_of_tokens_serves_that_of_positions():
+    model, batch = SCENARIOS["gpt_balanced"].build()
+
+    plan = autopar.plan(model, CALIBRATED, example_inputs=batch, fix={"pp": 1}, optimizer="adamw")
+
+    made = plan.decisions.operators["embedding_dense_backward"]
+    alike = [each for each in plan.decisions.operators.values() if each.inputs[:1] == made.inputs[:1]]
+    assert {each.strategy.inputs[0] for each in alike if "sum" in each.target} == {(Replicate(),)}
+    end_s = max(each.end_s for each in plan.estimates.timeline)
+    assert 0 < end_s + plan.estimates.breakdown.optimizer_s < 1.2 * plan.estimates.step_time_s
 
 
 def planned(count: int, **fix: int) -> autopar.Plan:
