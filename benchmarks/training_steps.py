@@ -92,6 +92,7 @@ def described(each: Priced | Skipped, left_out: str | None) -> dict[str, Any]:
         "predicted_s": each.predicted_s,
         "measured_bytes": each.measured_bytes,
         "predicted_bytes": each.predicted_bytes,
+        "device_bytes": each.device_bytes,
         "left_out": left_out,
     }
 
@@ -125,6 +126,7 @@ def by_source(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             **_errors(mine),
             "rank correlation": "" if ranked is None else f"{ranked:.3f}",
             "memory, mean": f"{mean(memory):.1%}" if memory else "",
+            "too large": sum(_priced(line).is_too_large for line in mine),
         }
 
 
@@ -180,7 +182,11 @@ def _error(line: Mapping[str, Any]) -> float:
 
 
 def _priced(line: Mapping[str, Any]) -> Priced:
-    return Priced(line["line"], line["row"], line["source"], line["group"], "", line["measured_s"], line["predicted_s"])
+    names = ("measured_bytes", "predicted_bytes", "device_bytes")
+    sizes = {name: line.get(name) for name in names}
+    return Priced(
+        line["line"], line["row"], line["source"], line["group"], "", line["measured_s"], line["predicted_s"], **sizes
+    )
 
 
 def renew(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

@@ -134,10 +134,12 @@ def process_bytes(resting: float, moving: float, device: DeviceSpec, *, groups: 
     """Return what `nvidia-smi` shows of a training process.
 
     `resting` bytes of tensors stay throughout (parameters, gradients, optimizer); `moving` ones come and go, and the
-    allocator keeps more than their peak; buffers of `flat_bytes` find no room among those. To these come the context,
-    and what NCCL takes for each of `groups` process groups.
+    allocator keeps more than their peak, as far as the device has it: before an allocation fails it gives back what is
+    unused. Buffers of `flat_bytes` find no room among those. To these come the context, and what NCCL takes for each of
+    `groups` process groups.
     """
-    return resting + moving * (1.0 + ALLOCATOR_SLACK) + flat + device.reserved_bytes + groups * COMMUNICATOR_BYTES
+    needed = resting + moving + flat + device.reserved_bytes + groups * COMMUNICATOR_BYTES
+    return max(needed, min(needed + moving * ALLOCATOR_SLACK, float(device.memory_bytes)))
 
 
 ALLOCATOR_SLACK = 0.237

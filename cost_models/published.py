@@ -81,6 +81,16 @@ class Priced:
 
     predicted_bytes: float | None = None
 
+    device_bytes: float | None = None
+    """What a device of the row has; all that ran on it fitted."""
+
+    @property
+    def is_too_large(self) -> bool:
+        """Return whether more is predicted than the device has, on which it did run."""
+        if self.predicted_bytes is None or self.device_bytes is None:
+            return False
+        return self.predicted_bytes > self.device_bytes
+
     @property
     def memory_error(self) -> float | None:
         """Return predicted over measured peak memory, less 1; None where none was measured."""

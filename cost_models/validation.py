@@ -63,6 +63,7 @@ class Validation:
         return statistics(rows) | {
             "rank_correlation": rank_correlation(rows),
             "memory_mean_abs_rel_error": memory_error(rows),
+            "too_large": too_large(rows),
         }
 
     def document(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Validation:
 
         Relative errors are predicted over measured, less 1; `bias` is their
         mean. `rank_correlation` is Spearman's, averaged over groups of at
-        least three rows that differ in size only, by rows.
+        least three rows that differ in size only, by rows. `too_large` rows are predicted not to fit where they ran.
         """
         sources = dict.fromkeys(each.source for each in self.priced)
         parts = dict.fromkeys(each.part for each in self.priced if each.part)
@@ -81,6 +82,7 @@ class Validation:
             "skipped": len(self.skipped),
             "rank_correlation": rank_correlation(self.priced),
             "memory_mean_abs_rel_error": memory_error(self.priced),
+            "too_large": too_large(self.priced),
             "parts": {part: statistics(each for each in self.priced if each.part == part) for part in parts},
             "sources": {name: self._source(name) for name in sources},
             "worst": [
@@ -156,6 +158,12 @@ def memory_error(rows: Iterable[Priced]) -> float | None:
     """Return the mean absolute relative error of peak memory over the rows that have one measured; None for none."""
     errors = [abs(each.memory_error) for each in rows if each.memory_error is not None]
     return float(np.mean(errors)) if errors else None
+
+
+def too_large(rows: Iterable[Priced]) -> int | None:
+    """Return how many rows are predicted to take more memory than the device has that they ran on; None: not known."""
+    known = [each.is_too_large for each in rows if each.device_bytes is not None]
+    return sum(known) if known else None
 
 
 def rank_correlation(rows: Sequence[Priced]) -> float | None:

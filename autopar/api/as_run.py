@@ -62,6 +62,8 @@ class AsRun(Solving):
             int(trial.microbatches > 1),
             sharded=self._sharded(trial),
             hides_reductions=self.stack.overlaps,
+            reduces_each=any(axis.role == "dp_shard" for axis in trial.mesh),
+            kept_axis=tensor,
             hidden_axis=tensor,
             hidden_share=self._hidden_share(trial),
             whole_axis=-1 if self.options.fix.get("sequence_parallel", True) else tensor,

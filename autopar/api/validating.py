@@ -92,6 +92,7 @@ def _price(line: int, read: TrainingRow) -> Priced | Skipped:
         predicted_s=found.step_time_s,
         measured_bytes=read.measured_peak_bytes,
         predicted_bytes=_process_bytes(read, found.memory),
+        device_bytes=catalogued_device(read.device).memory_bytes,
     )
 
 

@@ -75,6 +75,9 @@ class Links:
     flat_bytes: int = 0
     """Size of the buffers that parameters and gradients travel in; 0: each travels by itself."""
 
+    reduces_each: bool = False
+    """Whether each micro-batch's gradients of sharded parameters are scattered, for which whole sums have no room."""
+
     hidden_axis: int = -1
     """The axis some of whose collectives run behind the products beside them; -1: none."""
 
@@ -100,6 +103,14 @@ class Links:
     _overlap: tuple[float, ...] = field(init=False)
     _blocking_s: tuple[float, ...] = field(init=False)
     """Of each axis, the seconds of a call that its issuer spends itself; a GPU's host runs ahead of the device."""
+
+    kept_axis: int = -1
+    """The axis along which parameters are never gathered; -1: none. Who splits a product computes with the parts."""
+
+    @property
+    def sums_whole(self) -> bool:
+        """Return whether gradients of all micro-batches are summed in flat buffers before they are reduced."""
+        return bool(self.flat_bytes) and not self.reduces_each
 
     def __post_init__(self) -> None:
         levels, ranks = self.cluster.levels, self.sizes[self.time_axes :]

@@ -120,9 +120,10 @@ _INTO_FIRST = frozenset(
         "abs.default",
         "sin.default", "cos.default", "erf.default", "tanh.default", "sigmoid.default", "relu.default", "silu.default",
         "gelu.default", "hardtanh.default", "leaky_relu.default", "elu.default", "pow.Tensor_Scalar", "clamp.default",
-        "masked_fill.Scalar",
+        "masked_fill.Scalar", "_log_softmax.default",
     )
 )  # fmt: skip
+_INTO_SCORES = "autopar.cross_entropy_backward.default"
 _INTO_SECOND = frozenset({"aten.add.Tensor", "aten.mul.Tensor"})
 _INTO_ANY = frozenset(
     f"aten.{name}_backward.default"
@@ -155,7 +156,8 @@ def written_into(graph: Graph) -> frozenset[tuple[str, int]]:
     for position, op in enumerate(graph.ops):
         ways = len(op.refs) if op.target in _INTO_ANY else 2 if op.target in _INTO_SECOND else op.target in _INTO_FIRST
         owners = [base[ref.op, ref.index] for ref in op.refs]
-        for ref, owner in list(zip(op.refs, owners, strict=True))[: int(ways)]:
+        into = list(zip(op.refs, owners, strict=True))
+        for ref, owner in into[1:2] if op.target == _INTO_SCORES else into[: int(ways)]:
             whole = graph.by_name[owner[0]].outputs[owner[1]]
             own = graph.by_name[owner[0]].kind == "call" and last[owner] == position and owner not in kept
             alike = whole is not None and graph.meta(ref) == op.outputs[0] and whole.nbytes == graph.meta(ref).nbytes

@@ -44,8 +44,9 @@ _WRITES_WITHOUT_READING = (
 _EXTRA_PASSES = {
     "aten.native_batch_norm.default": 1.0, "aten._native_batch_norm_legit_functional.default": 1.0,
     "aten._softmax.default": 0.5, "aten._log_softmax.default": 0.5,
+    "autopar.cross_entropy_backward.default": 2.0,
 }  # fmt: skip
-"""Further times the first input is read from memory: statistics before the normalisation."""
+"""Further times the largest input is read or written: statistics before the normalisation, scaling after shares."""
 
 
 _EVALUATIONS: Mapping[str, float] = {
@@ -53,6 +54,7 @@ _EVALUATIONS: Mapping[str, float] = {
     "sin": 1.5, "cos": 1.5, "erf": 1.5, "tanh": 3.0, "silu": 1.0, "silu_backward": 1.0,
     "gelu": 1.0, "gelu_backward": 2.0, "mish": 4.0, "mish_backward": 4.0, "elu": 1.0, "logsumexp": 1.0,
     "_softmax": 1.0, "_log_softmax": 1.0, "_log_softmax_backward_data": 1.0, "_safe_softmax": 1.0,
+    "cross_entropy_backward": 1.0,
     "native_dropout": 8.0, "bernoulli": 8.0, "rand_like": 4.0, "rand": 4.0, "randn": 8.0, "randn_like": 8.0,
 }  # fmt: skip
 """By operator, how many times as long as one exp an output element takes on one CPU core, rounded.
@@ -128,7 +130,7 @@ def accumulation_seconds(
 
 def _evaluations(op: Op) -> float:
     """Return the evaluations of exp that an output element costs on a CPU."""
-    name = op.target.removeprefix("aten.").partition(".")[0]
+    name = op.target.partition(".")[2].partition(".")[0]
     if name in {"gelu", "gelu_backward"} and "tanh" in (*op.args, *dict(op.kwargs).values()):
         return _TANH_GELU
     return _EVALUATIONS.get(name, 0.0)
@@ -278,5 +280,5 @@ def _traffic(
     read = [math.prod(shape) * meta.item_bytes for shape, meta in zip(ins, metas, strict=True)]
     if fused is not None:
         return float(written + sum(moved for moved, at_hand in zip(read, fused.reads, strict=True) if not at_hand))
-    extra = _EXTRA_PASSES.get(op.target, 0.0) * (read[0] if read else 0)
+    extra = _EXTRA_PASSES.get(op.target, 0.0) * max(read, default=0.0)
     return float(sum(read) + written + extra)

@@ -135,7 +135,7 @@ class Outcome:
         metas = tuple(graph.meta(ref) for ref in op.refs)
         device, sizes = self.links.cluster.device, self.links.sizes
         spent = operators.seconds(op, metas, [strategy], sizes, device, fused_traffic(graph).get(op.name))
-        if self.microbatches > 1 and self.links.flat_bytes:
+        if self.microbatches > 1 and self.links.sums_whole:
             spent = spent + operators.accumulation_seconds(op, gradient_indices(graph, op), [strategy], sizes, device)
         time = None
         if self.microbatches > 1:
@@ -402,7 +402,7 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
             have = outcome.layout(source, ref.index)
             behind = ref.op in starts or ref.op in ends
             moved = graph.by_name[ref.op].moved
-            summed = bool(links.flat_bytes) and ref.op in ends and outcome.microbatches > 1
+            summed = links.sums_whole and ref.op in ends and outcome.microbatches > 1
             one = ref.op in roots and outcome.keeps_gather(roots[ref.op]) and outcome.microbatches > 1
             times = 1 if summed or one else outcome.microbatches
             messages = links.route_messages(have, need, graph.meta(ref), flat=behind and bool(links.flat_bytes))

@@ -143,7 +143,7 @@ class Builder:
             once = [way == "once" for way in ("per_phase", "once") if way in self.gathers]
             early = [way == "microbatch" for way in ("step", "microbatch") if way in self.reductions]
             if self._microbatches == 1 or self.links.flat_bytes or not op.requires_grad:
-                early = [False]
+                early = [self._microbatches > 1 and self.links.reduces_each and op.requires_grad]
             both = len(early) == 1 or len(once) == 1
             ways = [(kept, now) for now in early for kept in once if both or not (kept and now)]
             kept_whole = (
@@ -176,7 +176,7 @@ class Builder:
         if op.kind != "call" or is_view(op):
             return np.zeros(len(strategies))
         fused = fused_traffic(self.graph).get(op.name)
-        summed = gradient_indices(self.graph, op) if self._microbatches > 1 and self.links.flat_bytes else ()
+        summed = gradient_indices(self.graph, op) if self._microbatches > 1 and self.links.sums_whole else ()
         key = (op.target, metas, op.outputs, tuple(id(s) for s in strategies), str(op.args[-4:]), fused, summed)
         if key not in self._seconds:
             device, sizes = self.links.cluster.device, self.links.sizes
@@ -316,6 +316,8 @@ class Builder:
         price = copies.table(lambda a, b: self.links.route_s(a, b, meta, flat=flat))
         if self._is_cast_up(sharing, meta):
             price[self._in_other_type(copies.sources, copies.wanted)] = UNREACHABLE
+        if sharing.producer in self._parameters and self.links.kept_axis >= 0:
+            price[self._gathered_along(self.links.kept_axis, copies.sources, copies.wanted)] = UNREACHABLE
         hidden = np.where(np.isfinite(price), 0.0, price)
         # Sums of micro-batches' gradients are reduced when all are computed: nothing is left to hide behind.
         apart = sharing.category == "reduction" and self._microbatches > 1 and not self.links.hides_reductions
@@ -340,7 +342,7 @@ class Builder:
 
         What is read on the way to a gradient is; the gradient itself where its parameter's option says so.
         """
-        if sharing.category != "reduction" or self._microbatches == 1 or self.links.flat_bytes:
+        if sharing.category != "reduction" or self._microbatches == 1 or self.links.sums_whole:
             return [False] * options
         kind, _, name = reader.op.partition(":")
         if kind != "gradient" or not name:
@@ -355,13 +357,18 @@ class Builder:
         made = [op.outputs[0] if op is not None and not is_view(op) else None for op in readers]
         return all(each is not None and each.item_bytes > meta.item_bytes for each in made)
 
+    @staticmethod
+    def _gathered_along(axis: int, sources: Sequence[Layout], wanted: Sequence[Layout]) -> npt.NDArray[np.bool_]:
+        """Return which redistributions gather along an axis."""
+        return np.array([[isinstance(a[axis], Shard) and a[axis] != b[axis] for b in wanted] for a in sources])
+
     def _in_other_type(self, sources: Sequence[Layout], wanted: Sequence[Layout]) -> npt.NDArray[np.bool_]:
         """Return which redistributions of a gradient that is then cast up are not to be.
 
         Sums over micro-batches are float32 always: many terms in 16 bits lose what the parameter could take up. What
         is reduced in each micro-batch, before it is cast and added to them, need not be.
         """
-        if self.sums_in_float32 or (self._microbatches > 1 and self.links.flat_bytes):
+        if self.sums_in_float32 or (self._microbatches > 1 and self.links.sums_whole):
             return np.array([[is_term(a) and a != b for b in wanted] for a in sources])
         either = self._microbatches > 1
         return np.array([[not either and is_term(a) and is_term(b) for b in wanted] for a in sources])

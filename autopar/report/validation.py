@@ -18,7 +18,9 @@ def validation_text(document: Mapping[str, Any]) -> str:
     from rich.table import Table
 
     has_memory = document.get("memory_mean_abs_rel_error") is not None
-    names = ["rows of", "rows", "median", "mean", "bias", "rank correlation", *(["memory, mean"] if has_memory else [])]
+    has_device = document.get("too_large") is not None
+    names = ["rows of", "rows", "median", "mean", "bias", "rank correlation"]
+    names += [*(["memory, mean"] if has_memory else []), *(["too large"] if has_device else [])]
     errors = Table(*names, title=str(document["format"]), title_justify="left")
     for column in errors.columns[1:]:
         column.justify = "right"
@@ -27,6 +29,8 @@ def validation_text(document: Mapping[str, Any]) -> str:
         cells.append(_number(each.get("rank_correlation")))
         if has_memory:
             cells.append(_percent(each.get("memory_mean_abs_rel_error")))
+        if has_device:
+            cells.append(str(each.get("too_large", "-")))
         errors.add_row(name, *cells)
     worst = Table("line", "worst rows", "measured", "predicted", "error")
     for each in document["worst"]:
@@ -45,6 +49,8 @@ _COLUMNS = (("median_abs_rel_error", False), ("mean_abs_rel_error", False), ("bi
 
 def _footer(document: Mapping[str, Any]) -> str:
     lines = []
+    if document.get("too_large") is not None:
+        lines.append("too large: rows predicted to take more memory than the device has that they ran on")
     skipped = document["skipped_rows"]
     lines.append(f"skipped: {len(skipped)}")
     lines += [f"  line {each['line']}: {each['reason']}" for each in skipped[:_SKIPPED_SHOWN]]

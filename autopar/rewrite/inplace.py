@@ -11,8 +11,14 @@ import torch
 from torch import fx
 
 from autopar._torch import storage_key
+from autopar.own_operators import CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_BACKWARD_
 from autopar.rewrite.level_ops import LEVELS
 from autopar.rewrite.marks import C10D, role
+
+_ATEN = torch.ops.aten
+
+_SCORES = 1
+"""Place of the log-probabilities among the arguments of cross entropy's backward."""
 
 _COMMUTING = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor})
 
@@ -55,6 +61,7 @@ def _ways_into(node: fx.Node) -> Iterator[Way]:
     other `out=` forms compute into fresh memory and copy.
     """
     target: Any = node.target
+    yield from _ways_of_rows(node)
     if getattr(target, "namespace", "") != "aten" or torch.Tag.pointwise not in target.tags:
         return
     args, kwargs = node.args, dict(node.kwargs)
@@ -69,6 +76,19 @@ def _ways_into(node: fx.Node) -> Iterator[Way]:
         for each in args:
             if isinstance(each, fx.Node):
                 yield each, derivative, args, {**kwargs, "grad_input": each}
+
+
+def _ways_of_rows(node: fx.Node) -> Iterator[Way]:
+    """Yield those of operators whose numbers depend on others of their row, or are written at places."""
+    target: Any = node.target
+    into: Any = node.args[_SCORES if target is CROSS_ENTROPY_BACKWARD else 0] if node.args else None
+    if target is CROSS_ENTROPY_BACKWARD:
+        yield into, CROSS_ENTROPY_BACKWARD_, node.args, dict(node.kwargs)
+    if target is _ATEN.scatter_add.default:
+        yield into, _ATEN.scatter_add_.default, node.args, dict(node.kwargs)
+    if target is _ATEN._log_softmax.default:
+        # Kernels read a row to its end before they write it, and then each number where they read it.
+        yield into, _ATEN._log_softmax.out, node.args, {**node.kwargs, "out": into}
 
 
 def _fed_once(node: fx.Node, value: fx.Node) -> bool:

@@ -44,6 +44,15 @@ def _nll_forward(call: Call) -> Iterator[Strategy]:
 
 
 def _nll_backward(call: Call) -> Iterator[Strategy]:
+    return _by_tokens_or_classes(call, splits_weight=True)
+
+
+def _cross_entropy_backward(call: Call) -> Iterator[Strategy]:
+    # Where a target is another rank's class its weight still scales the row.
+    return _by_tokens_or_classes(call, splits_weight=False)
+
+
+def _by_tokens_or_classes(call: Call, *, splits_weight: bool) -> Iterator[Strategy]:
     yield call.replicated()
     grad, scores, target, weight = (call.index(name) for name in ("grad_output", "self", "target", "weight"))
     rank = len(call.shape("self"))
@@ -58,7 +67,7 @@ def _nll_backward(call: Call) -> Iterator[Strategy]:
             yield call.strategy(ins, {0: Shard(dim, outer)})
     for outer in call.digits(scores, 1):
         ins = {scores: Shard(1, outer)}
-        if weight is not None:
+        if weight is not None and splits_weight:
             ins[weight] = Shard(0, outer)
         yield call.strategy(ins, {0: Shard(1, outer)}, "vocab")
 
@@ -107,6 +116,7 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.nll_loss2d_forward.default": _nll_forward,
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.nll_loss2d_backward.default": _nll_backward,
+    "autopar.cross_entropy_backward.default": _cross_entropy_backward,
     **{f"aten.{name}.default": _elementwise for name in _FORWARD},
     **{f"aten.{name}.default": _elementwise_backward for name in _BACKWARD},
 }

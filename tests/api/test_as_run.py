@@ -114,3 +114,17 @@ def test_megatron_of_2022_sums_behind_the_weight_gradients_of_backward():
     assert then < before
     assert same[0] == pytest.approx(same[1])
     assert alone[0] == pytest.approx(alone[1])
+
+
+def test_shards_reduce_each_micro_batchs_gradients_and_hold_their_part():
+    held = _priced(**WAYS["sharded"], micro_batch="1").memory
+
+    assert held.gradients == pytest.approx(held.parameters, rel=0.05)
+
+
+def test_tensor_parallelism_gathers_no_table():
+    # A large vocabulary and few tokens would make it cheaper to hold the table whole than to move activations.
+    held = _priced(**WAYS["tensor"], vocab="65536", micro_batch="1", seq_len="64")
+    split = _priced(**{**WAYS["tensor"], "dp": "8", "tp": "1"}, vocab="65536", micro_batch="1", seq_len="64")
+
+    assert held.memory.parameters < 0.55 * split.memory.parameters

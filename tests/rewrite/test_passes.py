@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autopar.own_operators import CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_BACKWARD_
 from autopar.rewrite.inplace import ComputeIntoDead, ReduceIntoDead
 from autopar.rewrite.marks import C10D, WAIT, Mark, Role
 from autopar.rewrite.passes import run_passes
@@ -277,6 +278,47 @@ def test_elementwise_operators_write_into_what_nobody_reads_again(read: bool):
     assert back.target is (ATEN.threshold_backward.default if read else ATEN.threshold_backward.grad_input)
     for a, b in zip(gm(x), want, strict=True):
         assert torch.equal(a, b)
+
+
+def cross_entropy(*, read: bool) -> fx.GraphModule:
+    """Return a program of cross entropy's gradient; `read`: logits and their logarithms of shares are returned, too."""
+    draft = Draft()
+    x, y = draft.start("x", 4, 4), draft.start("y")
+    labels = draft.op(ATEN.full.default, [4], 3, name="labels")
+    logits = draft.op(ATEN.mm.default, x, x, name="logits")
+    scores = draft.op(ATEN._log_softmax.default, logits, 1, False, name="scores")
+    back = draft.op(CROSS_ENTROPY_BACKWARD, y, scores, labels, None, 2, -100, y, name="back")
+    return draft.done(back, *((logits, scores) if read else ()))
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_cross_entropy_takes_no_memory_beside_its_logits_where_nobody_reads_them_again(read: bool):
+    gm = cross_entropy(read=read)
+    x, y = torch.randn(4, 4), torch.tensor(0.5)
+    want = gm(x, y)
+
+    changed = ComputeIntoDead()(gm)
+    gm.recompile()
+
+    assert changed == (0 if read else 2)
+    for a, b in zip(gm(x, y), want, strict=True):
+        assert torch.equal(a, b)
+    within = [node.target for node in gm.graph.nodes if node.name in {"scores", "back"}]
+    assert within == ([ATEN._log_softmax.default, CROSS_ENTROPY_BACKWARD] if read else IN_PLACE)
+
+
+IN_PLACE = [ATEN._log_softmax.out, CROSS_ENTROPY_BACKWARD_]
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 7), 1), ((64, 5003), 1), ((3, 9, 4, 6), 1), ((2, 3, 1200), -1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_softmax_may_write_over_what_it_reads(shape: tuple[int, ...], dim: int, dtype: torch.dtype):
+    x = torch.randn(shape, dtype=dtype)
+    want = torch.log_softmax(x, dim)
+
+    ATEN._log_softmax.out(x, dim, False, out=x)
+
+    assert torch.equal(x, want)
 
 
 def test_an_operator_does_not_write_into_an_input_of_another_type():

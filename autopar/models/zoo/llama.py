@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.models.zoo.parts import attend, rotary, rotate, spread, token_loss, tokens
+from autopar.models.zoo.parts import attend, rotary, rotate, token_loss, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
         b, s, _ = x.shape
-        q = rotate(self.q(x).view(b, s, self.heads, self.size).transpose(1, 2), cos, sin)
-        k = rotate(self.k(x).view(b, s, self.kv_heads, self.size).transpose(1, 2), cos, sin)
-        v = self.v(x).view(b, s, self.kv_heads, self.size).transpose(1, 2)
-        y = attend(q, spread(k, self.heads), spread(v, self.heads), causal=True, fused=self.fused)
-        out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, self.heads * self.size))
+        q = rotate(self.q(x).view(b, s, self.heads, self.size), cos, sin)
+        k = rotate(self.k(x).view(b, s, self.kv_heads, self.size), cos, sin)
+        v = self.v(x).view(b, s, self.kv_heads, self.size)
+        y = attend(q, k, v, causal=True, fused=self.fused)
+        out: torch.Tensor = self.out(y.reshape(b, s, self.heads * self.size))
         return out
 
 

@@ -28,9 +28,9 @@ def rotary(seq: int, size: int, theta: float, device: torch.device) -> tuple[tor
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return heads [b, h, s, d] rotated by their positions."""
+    """Return heads [b, s, h, d] rotated by their positions."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
 def spread(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -44,18 +44,22 @@ def spread(x: torch.Tensor, heads: int) -> torch.Tensor:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, fused: bool, dropout: float = 0.0
 ) -> torch.Tensor:
-    """Return attention of heads [b, h, s, d]; not fused, the scores [b, h, s, s] are made in memory.
+    """Return attention of heads [b, s, h, d]; not fused, the scores [b, h, s, s] are made in memory.
 
-    `dropout` is that of the scores, in training, where they are in memory.
+    Keys and values may have fewer heads, each for a group of query heads. `dropout` is that of the scores, in training,
+    where they are in memory.
     """
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     if fused:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        grouped = k.shape[1] != q.shape[1]
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
     s = q.shape[2]
     scores = torch.matmul(q, k.transpose(-2, -1)) * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -1e4)  # as Megatron-LM: fp16 holds no larger one safely
-    return torch.matmul(drop(scores.softmax(dim=-1), dropout, training=True), v)
+    return torch.matmul(drop(scores.softmax(dim=-1), dropout, training=True), v).transpose(1, 2)
 
 
 def drop(x: torch.Tensor, probability: float, *, training: bool) -> torch.Tensor:
@@ -96,21 +100,19 @@ class SelfAttention(nn.Module):
         q, k, v = self._heads(self.qkv(x), b, s)
         if turn is not None:
             q, k = rotate(q, *turn), rotate(k, *turn)
-        k, v = spread(k, self.heads), spread(v, self.heads)
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, causal=self.causal, fused=self.fused, dropout=dropout)
-        out: torch.Tensor = self.out(y.transpose(1, 2).reshape(b, s, e))
+        out: torch.Tensor = self.out(y.reshape(b, s, e))
         return out
 
     def _heads(self, x: torch.Tensor, b: int, s: int) -> tuple[torch.Tensor, ...]:
-        """Return queries [b, h, s, d], and keys and values of the groups."""
+        """Return queries [b, s, h, d], and keys and values of the groups."""
         if self.kv_heads == self.heads:
-            return x.view(b, s, self.heads, 3 * self.size).transpose(1, 2).chunk(3, dim=-1)
+            return x.view(b, s, self.heads, 3 * self.size).chunk(3, dim=-1)
         shared = self.heads // self.kv_heads
-        groups = x.view(b, s, self.kv_heads, (shared + 2) * self.size).transpose(1, 2)
+        groups = x.view(b, s, self.kv_heads, (shared + 2) * self.size)
         q, k, v = torch.split(groups, [shared * self.size, self.size, self.size], dim=-1)
-        q = q.reshape(b, self.kv_heads, s, shared, self.size).transpose(2, 3).reshape(b, self.heads, s, self.size)
-        return q, k, v
+        return q.reshape(b, s, self.heads, self.size), k, v
 
 
 class FeedForward(nn.Module):

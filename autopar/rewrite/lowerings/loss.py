@@ -44,7 +44,7 @@ def nll_loss(site: Site) -> tuple[fx.Node, fx.Node]:
     scores, target, weight, reduction, ignored = _arguments(site)
     dtype = site.metas[0].dtype
     skipped = site.call(aten.eq.Scalar, target, ignored)
-    counts = _weights(site, target, skipped, weight)
+    counts = _weights(site, target, skipped, weight, dtype)
     missing, local = locate(site, target, digits(site, site.strategy.inputs[0], 1, site.metas[0].shape[1]))
     unread = either(site, missing, skipped)
     local = site.call(aten.masked_fill.Scalar, local, unread, 0)
@@ -63,15 +63,14 @@ def nll_loss(site: Site) -> tuple[fx.Node, fx.Node]:
     return narrowed(site, loss, dtype, dtype), narrowed(site, total, dtype, dtype)
 
 
-def _weights(site: Site, target: fx.Node, skipped: fx.Node, weight: fx.Node | None) -> fx.Node:
-    """Return how much each token counts, in the type its sum is made in."""
+def _weights(site: Site, target: fx.Node, skipped: fx.Node, weight: fx.Node | None, dtype: str) -> fx.Node:
+    """Return how much each token counts, in the type that a sum of `dtype` is made in."""
     kept = site.call(aten.bitwise_not.default, skipped)
-    dtype = getattr(torch, site.metas[0].dtype)
     if weight is None:
-        wide = torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
-        return site.call(aten._to_copy.default, kept, dtype=wide)
+        wide = "float32" if dtype in {"float16", "bfloat16"} else dtype
+        return site.call(aten._to_copy.default, kept, dtype=getattr(torch, wide))
     at = site.call(aten.masked_fill.Scalar, target, skipped, 0)
-    found = widened_type(site, site.call(aten.index.Tensor, weight, [at]), site.metas[0].dtype)
+    found = widened_type(site, site.call(aten.index.Tensor, weight, [at]), dtype)
     return site.call(aten.masked_fill.Scalar, found, skipped, 0)
 
 
@@ -89,3 +88,20 @@ def nll_loss_backward(site: Site) -> fx.Node:
     local = site.call(aten.masked_fill.Scalar, local, unread, _NO_CLASS)
     kernel: Any = aten.nll_loss2d_backward if "2d" in site.op.target else aten.nll_loss_backward
     return site.call(kernel.default, grad, scores, local, weight, reduction, _NO_CLASS, total)
+
+
+def cross_entropy_backward(site: Site) -> fx.Node:
+    """Emit the gradient of this rank's classes: every target counts in its row, and is taken off where it lies."""
+    grad, scores, target, weight, reduction, ignored, total = site.args
+    dtype = site.metas[1].dtype
+    skipped = site.call(aten.eq.Scalar, target, ignored)
+    if reduction == _MEAN:
+        grad = site.call(aten.div.Tensor, grad, total)
+    counts = site.call(aten.mul.Tensor, _weights(site, target, skipped, weight, dtype), grad)
+    missing, local = locate(site, target, digits(site, site.strategy.inputs[1], 1, site.metas[1].shape[1]))
+    unread = either(site, missing, skipped)
+    local = site.call(aten.masked_fill.Scalar, local, unread, 0)
+    taken = site.call(aten.masked_fill.Scalar, site.call(aten.neg.default, counts), unread, 0)
+    counts, local, taken = (site.call(aten.unsqueeze.default, each, 1) for each in (counts, local, taken))
+    shares = site.call(aten.mul.Tensor, site.call(aten.exp.default, widened_type(site, scores, dtype)), counts)
+    return narrowed(site, site.call(aten.scatter_add.default, shares, 1, local, taken), dtype, dtype)
