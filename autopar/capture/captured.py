@@ -14,6 +14,7 @@ from autopar.capture.blocks import find_blocks
 from autopar.capture.call import CallSpec, ResultSpec, read_call
 from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable
 from autopar.capture.fake import FakeModel
+from autopar.capture.lazy import write_lazy_tensors
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
 from autopar.capture.masks import simplify_masks
 from autopar.capture.merge import drop_idle_strides, merge_equal_views
@@ -79,6 +80,7 @@ def _assemble(
 ) -> Captured:
     joint = traced.joint
     simplify_masks(joint)
+    write_lazy_tensors(joint)
     drop_idle_strides(joint)
     merge_equal_views(joint)
     names = Names(
