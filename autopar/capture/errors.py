@@ -65,6 +65,16 @@ def higher_order(model: str, operator: str, where: str) -> CaptureError:
     )
 
 
+def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
+    """Return the error for a trained parameter that forward writes to."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: its forward changes the trained parameter {parameter}{place}\n"
+        "change it outside of forward (under torch.no_grad(), after optimizer.step()), or use a changed copy: "
+        "weight = self.weight.clamp(...)"
+    )
+
+
 def parameter_kind(name: str, kind: str) -> CaptureError:
     """Return the error for a parameter or buffer that is no plain dense tensor."""
     if kind.startswith("Uninitialized"):
