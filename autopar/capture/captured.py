@@ -137,7 +137,9 @@ def _explain(name: str, error: Exception) -> CaptureError:
     """Return the error for what torch raised while it traced the model."""
     text = str(error)
     where = user_line(traced_stack(error)) or user_line(text)
-    return not_capturable(name, _sentence(text) or type(error).__name__, where)
+    reason = _sentence(text)
+    is_name = not reason or re.fullmatch(r"[\w.]+", reason)  # of an operator, where fake tensors refuse to run it
+    return not_capturable(name, f"{type(error).__name__} {reason}".strip() if is_name else reason, where)
 
 
 def _sentence(text: str) -> str:
