@@ -128,17 +128,17 @@ def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
     Values repeated along the batch are. A range is not, but where it is read as places among a micro-batch's own rows.
     """
     for node in graph.nodes:
-        dim = node.meta.get("cut_in_time")
-        if dim is None:
+        count = node.meta.get("cut_in_time")
+        if count is None:
             continue
-        source = node.all_input_nodes[0]
+        source, dim = node.all_input_nodes[0], node.args[1]
         value = source.meta["val"]
         if isinstance(value, torch.Tensor) and value.stride(dim) == 0:
             continue
         made = sorted(ancestors([source], leaves=_BLANK))
         found = [each for each in made if _has_rows(each, captured)]
-        parts = [] if found else _parts(made, source, dim, value.shape[dim] // node.meta["val"].shape[dim])
-        if _read_as_own(node):
+        parts = [] if found else _parts(made, source, dim, count)
+        if node.target is torch.ops.aten.slice.Tensor and _read_as_own(node):
             parts = [part - number * part.shape[dim] for number, part in enumerate(parts)]
         if any(not torch.equal(part, parts[0]) for part in parts):
             found = [source]
