@@ -23,7 +23,11 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
     (
         r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError",
         "its forward raises on inputs of these shapes and types",
-        "run the model once on these example inputs without autopar; if that works, move the line out of forward",
+        (
+            "run the model once on these example inputs without autopar; if that works, it does otherwise while traced "
+            "(torch.compiler.is_compiling): give it what it makes by itself else, such as an attention mask, or move "
+            "the line out of forward"
+        ),
     ),
     (
         (
