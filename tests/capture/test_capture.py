@@ -153,6 +153,28 @@ def test_every_operator_knows_module_source_line_and_phase():
     assert all("forward" not in readers[op.name] for op in calls if op.phase == "backward")
 
 
+def test_module_is_known_where_a_class_looks_up_its_attributes_itself():
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    captured = capture(Configured(), (X,))
+
+    found = {op.module for op in captured.graph.ops if op.target == "aten.addmm.default"}
+    assert found == {"first", "layers.0", "layers.1"}
+
+
 def test_additions_of_gradients_are_backward_and_belong_to_a_module():
     class Twice(nn.Module):
         def __init__(self) -> None:
