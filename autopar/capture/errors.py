@@ -30,6 +30,14 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         ),
     ),
     (
+        r"requires_grad_\(\)",
+        "its forward turns on the gradient of a tensor",
+        (
+            "give forward that tensor as an input that requires a gradient, and call torch.autograd.grad on it; "
+            "or take the derivative by torch.func.grad, vjp or jvp"
+        ),
+    ),
+    (
         (
             r"graph_break|Graph break|Skip calling|skipped function|disable|not supported|[Uu]nsupported"
             r"|does not know how to trace|Attempted to call function marked as skipped"

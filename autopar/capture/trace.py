@@ -133,7 +133,8 @@ def _ambient(with_backward: bool) -> Iterator[None]:
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
         # What these calls print is for people; the program's values do not depend on it.
         said = {builtins.print, warnings.warn, logging.Logger.info, logging.Logger.warning, logging.Logger.debug}
-        stack.enter_context(dynamo_settings(ignore_logging_functions=said, allow_rnn=True))
+        # A derivative that forward takes itself (forces, penalties of gradients) is operators like any other.
+        stack.enter_context(dynamo_settings(ignore_logging_functions=said, allow_rnn=True, trace_autograd_ops=True))
         yield
 
 
