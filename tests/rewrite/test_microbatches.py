@@ -234,6 +234,37 @@ def test_weights_that_differ_from_sample_to_sample_are_refused_wherever_samples_
         programs(Second(SAMPLES[name]), (torch.randn(8, 3, 4),), 2)
 
 
+class Tabled(nn.Module):
+    """Features times a table that nobody trains, which has a row a sample once it is laid out."""
+
+    def __init__(self, laid: Callable[[torch.Tensor], torch.Tensor], table: torch.Tensor, trained: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.laid = laid
+        self.table = nn.Parameter(table, requires_grad=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.laid(self.table)).square().mean()
+
+
+LAID: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "as it is": (lambda table: table, (8, 4)),
+    "transposed": (lambda table: table.t(), (4, 8)),
+    "behind another dimension": (lambda table: table.exp(), (1, 8, 4)),
+    "times a matrix": (lambda table: table @ torch.ones(4, 4), (8, 4)),
+    "in one": (lambda table: table.view(8, 4), (32,)),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("name", LAID)
+def test_a_parameter_with_a_row_a_sample_is_refused(name: str, trained: bool):
+    laid, shape = LAID[name]
+
+    with pytest.raises(InfeasibleError, match="has a row for each sample|comes from table|comes from view"):
+        programs(Tabled(laid, torch.randn(shape), trained), (torch.randn(8, 4),), 2)
+
+
 @pytest.mark.parametrize(
     "how", ["neighbours", "beside", "numbers", "positions", "table", "diagonal", "first", "returned"]
 )
