@@ -2,11 +2,12 @@
 
     python -m benchmarks.architectures --models llama own:gnn timm:resnet18 --plans tp 1f1b
 
-Models are those of `autopar.models.hf_tiny`, `own:NAME` of `benchmarks.own_models`, and, where timm is installed,
-`timm:NAME`. Compared with eager as `benchmarks.equivalence` does, by its limits, but for the output of eval(). A case
-is `ok`, `wrong` (beyond a limit), `refused` (an error of autopar's own, whose text is kept) or `failed`. A model is
-built and captured once, in a process of its own; ranks are forks of it. One line of JSON a case, on stdout and in
-benchmarks/results/architectures.jsonl; cases that the file has are left out, unless --again.
+Models are those of `autopar.models.hf_tiny`, `own:NAME` of `benchmarks.own_models`, and those of other libraries that
+are installed (`benchmarks.other_models`: `timm:NAME`, `hf:TYPE` and others). `NAME@float64` computes in float64, which
+tells rounding from wrong numbers. Compared with eager as `benchmarks.equivalence` does, by its limits, but for the
+output of eval(). A case is `ok`, `wrong` (beyond a limit), `refused` (an error of autopar's own, whose text is kept)
+or `failed`. A model is built and captured once, in a process of its own; ranks are forks of it. One line of JSON a
+case, on stdout and in benchmarks/results/architectures.jsonl; cases that the file has are left out, unless --again.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ _LAYER_SETTINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("whisper", "bart", "mbart", "pegasus"), ("encoder_layers", "decoder_layers")),
     **dict.fromkeys(("resnet", "swin", "convnext", "segformer", "mobilenet_v2", "clip", "siglip"), ()),
 }
-_TIMM = ("resnet18", "efficientnet_b0", "mixer_s32_224", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224",
-         "convnext_atto", "mobilenetv3_small_050", "regnetx_002", "densenet121", "deit3_small_patch16_224",
-         "eva02_tiny_patch14_224", "maxvit_rmlp_pico_rw_256")  # fmt: skip
 
+
+_EXACT = "@float64"
+"""What the name of a model ends with that is to compute in float64: differences of rounding are gone, others stay."""
 
 _MARK = "<!-- benchmarks.architectures -->"
 """Where the table begins in a document; what stands before stays."""
@@ -69,49 +70,40 @@ _MARK = "<!-- benchmarks.architectures -->"
 def names() -> list[str]:
     """Return all models there are."""
     from autopar.models.hf_tiny import tiny_names
+    from benchmarks.other_models import installed
     from benchmarks.own_models import FACTORIES
 
-    try:
-        import timm
-    except ImportError:
-        known: tuple[str, ...] = ()
-    else:
-        known = tuple(f"timm:{each}" for each in _TIMM if each in timm.list_models())
-    return [*tiny_names(), *(f"own:{each}" for each in FACTORIES), *known]
+    return [*tiny_names(), *(f"own:{each}" for each in FACTORIES), *installed()]
 
 
 def build(name: str) -> tuple[Any, dict[str, Any]]:
     """Return a model in training mode and its keyword arguments, equal on every rank."""
+    exact, name = name.endswith(_EXACT), name.removesuffix(_EXACT)
+    model, inputs = _build(name)
+    if exact:
+        model = model.double()
+        inputs = {key: each.double() if _is_real(each) else each for key, each in inputs.items()}
+    return model, inputs
+
+
+def _is_real(value: Any) -> bool:
+    return hasattr(value, "is_floating_point") and value.is_floating_point()
+
+
+def _build(name: str) -> tuple[Any, dict[str, Any]]:
     kind, _, rest = name.partition(":")
     if kind == "own":
         from benchmarks.own_models import example
 
         return example(rest, BATCH)
-    if kind == "timm":
-        return _timm(rest)
+    if rest:
+        from benchmarks import other_models
+
+        return other_models.example(kind, rest, BATCH)
     from autopar.models.hf_tiny import tiny
 
     stacks = _LAYER_SETTINGS.get(name, ("num_hidden_layers",))
     return tiny(name, batch=BATCH, **{key: LAYERS // len(stacks) for key in stacks})
-
-
-def _timm(name: str) -> tuple[Any, dict[str, Any]]:
-    """Return a model of timm for small images and few classes, with a loss around it."""
-    import timm
-    import torch
-
-    from benchmarks.own_models import Around
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        plain = {"num_classes": 10, "drop_rate": 0.0}
-        try:
-            body = timm.create_model(name, img_size=64, drop_path_rate=0.0, **plain)
-        except (TypeError, AssertionError, ValueError):
-            body = timm.create_model(name, **plain)
-        side = 64 if getattr(getattr(body, "patch_embed", None), "img_size", (64,))[0] == 64 else 224
-        images, target = torch.randn(BATCH, 3, side, side), torch.randint(10, (BATCH,))
-    return Around(body).train(), {"x": images, "target": target}
 
 
 def _captured_once() -> None:

@@ -49,10 +49,14 @@ def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy
             if _crosses(graph, op, slot, mine, source, counted):
                 raise _needs_all(op)
     for output in graph.outputs:
-        if output.kind == "mutation" and output.ref is not None:
-            made = along[graph.representative(output.ref.op)].outputs[output.ref.index]
-            if not isinstance(made, Replicate):
-                raise _updated_by_all(graph.by_name[output.name].target, graph.by_name[output.ref.op])
+        if output.ref is None:
+            continue
+        made = along[graph.representative(output.ref.op)].outputs[output.ref.index]
+        changed, maker = graph.by_name.get(output.name), graph.by_name[output.ref.op]
+        if changed is not None and output.kind == "mutation" and not isinstance(made, Replicate):
+            raise _updated_by_all(changed.target, maker)
+        if changed is not None and changed.kind == "parameter" and isinstance(made, Shard):
+            raise _row_a_sample(changed.target, maker)
 
 
 @once_per_graph
@@ -93,6 +97,13 @@ def _updated_by_all(buffer: str, op: Op) -> InfeasibleError:
     return InfeasibleError(
         f"the batch cannot be cut into micro-batches: the new value of buffer {buffer} comes of all samples of a step "
         f"({op.where}); leave microbatch and pp out, or update it outside forward"
+    )
+
+
+def _row_a_sample(parameter: str, op: Op) -> InfeasibleError:
+    return InfeasibleError(
+        f"the batch cannot be cut into micro-batches: parameter {parameter} has a row for each sample of a step "
+        f"({op.where}); look rows up by numbers that are inputs of forward, or leave microbatch and pp out"
     )
 
 

@@ -14,6 +14,7 @@ from autopar.capture.blocks import find_blocks
 from autopar.capture.call import CallSpec, ResultSpec, read_call
 from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable
 from autopar.capture.fake import FakeModel
+from autopar.capture.lazy import write_lazy_tensors
 from autopar.capture.losses import merge_cross_entropy
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
 from autopar.capture.masks import simplify_masks
@@ -80,6 +81,7 @@ def _assemble(
 ) -> Captured:
     joint = traced.joint
     simplify_masks(joint)
+    write_lazy_tensors(joint)
     drop_idle_strides(joint)
     merge_equal_views(joint)
     merge_cross_entropy(joint)
@@ -137,7 +139,9 @@ def _explain(name: str, error: Exception) -> CaptureError:
     """Return the error for what torch raised while it traced the model."""
     text = str(error)
     where = user_line(traced_stack(error)) or user_line(text)
-    return not_capturable(name, _sentence(text) or type(error).__name__, where)
+    reason = _sentence(text)
+    is_name = not reason or re.fullmatch(r"[\w.]+", reason)  # of an operator, where fake tensors refuse to run it
+    return not_capturable(name, f"{type(error).__name__} {reason}".strip() if is_name else reason, where)
 
 
 def _sentence(text: str) -> str:

@@ -23,7 +23,19 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
     (
         r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError",
         "its forward raises on inputs of these shapes and types",
-        "run the model once on these example inputs without autopar; if that works, move the line out of forward",
+        (
+            "run the model once on these example inputs without autopar; if that works, it does otherwise while traced "
+            "(torch.compiler.is_compiling): give it what it makes by itself else, such as an attention mask, or move "
+            "the line out of forward"
+        ),
+    ),
+    (
+        r"requires_grad_\(\)",
+        "its forward turns on the gradient of a tensor",
+        (
+            "give forward that tensor as an input that requires a gradient, and call torch.autograd.grad on it; "
+            "or take the derivative by torch.func.grad, vjp or jvp"
+        ),
     ),
     (
         (
@@ -62,6 +74,16 @@ def higher_order(model: str, operator: str, where: str) -> CaptureError:
     return CaptureError(
         f"{model} cannot be captured: it calls the higher-order operator {operator}, which has no rules{place}\n"
         "use the plain form of that computation (for attention: torch.nn.functional.scaled_dot_product_attention)"
+    )
+
+
+def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
+    """Return the error for a trained parameter that forward writes to."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: its forward changes the trained parameter {parameter}{place}\n"
+        "change it outside of forward (under torch.no_grad(), after optimizer.step()), or use a changed copy: "
+        "weight = self.weight.clamp(...)"
     )
 
 

@@ -21,7 +21,7 @@ from autopar._torch import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from autopar.capture.errors import higher_order, value_dependent
+from autopar.capture.errors import higher_order, parameter_changed, value_dependent
 from autopar.capture.origin import is_accumulation, module_path, phases, user_line
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Const, Op, OpKind, Output, Phase, Ref
@@ -89,9 +89,21 @@ def placeholder(node: fx.Node, names: Names) -> Placeholder:
             return Placeholder(node.name, "input", names.inputs[idx], idx)
         case TangentAOTInput(PlainAOTOutput(idx)):
             return Placeholder(node.name, "tangent", names.outputs[idx], idx)
+        case TangentAOTInput(InputMutationAOTOutput(ParamAOTInput(target))):
+            raise parameter_changed(names.model, names.own(target), _where_changed(node.graph, target))
     raise CaptureError(
         f"{names.model} cannot be captured: its inputs alias or change in a way not handled ({desc.expr()})"
     )
+
+
+def _where_changed(joint: fx.Graph, target: str) -> str:
+    """Return the user's line that makes the new value of a parameter; empty where it is not known."""
+    node = next(iter(joint.find_nodes(op="output")))
+    for value, desc in zip(node.args[0], node.meta["desc"], strict=True):
+        match desc:
+            case InputMutationAOTOutput(ParamAOTInput(changed)) if changed == target:
+                return user_line(value.meta.get("stack_trace") or "")
+    return ""
 
 
 def wants_gradient(given: Placeholder, names: Names) -> bool:

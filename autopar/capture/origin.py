@@ -75,7 +75,8 @@ def module_path(meta: Mapping[str, Any], modules: Collection[str], prefix: str) 
 def _module_name(expression: str, prefix: str) -> str:
     """Return the dotted path that Dynamo spells as `L['self'].model.layers[0]`."""
     path = expression.removeprefix("L['self']")
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    # Through the dictionary where a class has a `__getattr__` of its own, as those of diffusers do.
+    path = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     # Bodies of custom autograd functions keep the name that export gives the traced root.
     path = path.removeprefix(".").removeprefix("_export_root").removeprefix(".")

@@ -29,6 +29,7 @@ from autopar.capture.call import CallSpec, ResultSpec, open_records
 from autopar.capture.errors import value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
 from autopar.capture.library import without_value_checks
+from autopar.capture.masked import choose_by_masks, counting_write
 from autopar.capture.origin import user_line
 
 PREFIX = "model"
@@ -95,6 +96,10 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
             graph = dynamo_capture(program)(*inputs)
         _require_static(graph, name)
         open_bags(graph)
+        choose_by_masks(graph)
+        counting = counting_write(graph) if with_backward else None
+        if counting is not None:
+            raise value_dependent(name, "indexing by a mask", user_line(counting.meta.get("stack_trace", "")))
         loose = _restore_names(graph, program, fake)
         result = _plain_outputs(graph)
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
@@ -128,7 +133,8 @@ def _ambient(with_backward: bool) -> Iterator[None]:
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
         # What these calls print is for people; the program's values do not depend on it.
         said = {builtins.print, warnings.warn, logging.Logger.info, logging.Logger.warning, logging.Logger.debug}
-        stack.enter_context(dynamo_settings(ignore_logging_functions=said, allow_rnn=True))
+        # A derivative that forward takes itself (forces, penalties of gradients) is operators like any other.
+        stack.enter_context(dynamo_settings(ignore_logging_functions=said, allow_rnn=True, trace_autograd_ops=True))
         yield
 
 

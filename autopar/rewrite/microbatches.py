@@ -8,9 +8,7 @@ first one runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -18,6 +16,7 @@ from torch import fx
 from autopar._torch import LazyGraphModule
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
+from autopar.rewrite.alike import BLANK, Values, are_alike, is_table
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import Mark, mark, over_microbatches, role
 from autopar.rewrite.partition import ancestors
@@ -27,16 +26,6 @@ _RELAID = frozenset(
      torch.ops.aten.as_strided.default, torch.ops.aten.slice.Tensor}
 )  # fmt: skip
 """Operators that may turn any dimension into that of the batch."""
-
-_BLANK = frozenset(
-    {torch.ops.aten.new_zeros.default, torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default,
-     torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default,
-     torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
-)  # fmt: skip
-"""Operators whose result does not depend on the values of what they read."""
-
-_MOST_ELEMENTS = 1 << 24
-"""Elements up to which tables of positions are computed to see whether they repeat: 0.1 s."""
 
 TOTAL = "total_over_microbatches"
 """Start of the names of placeholders that take a sum over all micro-batches."""
@@ -127,59 +116,57 @@ def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
 
     Values repeated along the batch are. A range is not, but where it is read as places among a micro-batch's own rows.
     """
+    values = Values()
     for node in graph.nodes:
-        dim = node.meta.get("cut_in_time")
-        if dim is None:
+        count = node.meta.get("cut_in_time")
+        if count is None:
             continue
-        source = node.all_input_nodes[0]
+        source, dim = node.all_input_nodes[0], node.args[1]
         value = source.meta["val"]
         if isinstance(value, torch.Tensor) and value.stride(dim) == 0:
             continue
-        made = sorted(ancestors([source], leaves=_BLANK))
-        found = [each for each in made if _has_rows(each, captured)]
-        parts = [] if found else _parts(made, source, dim, value.shape[dim] // node.meta["val"].shape[dim])
-        if _read_as_own(node):
-            parts = [part - number * part.shape[dim] for number, part in enumerate(parts)]
-        if any(not torch.equal(part, parts[0]) for part in parts):
-            found = [source]
+        made = sorted(_made_of(source))
+        parts = values.parts(source, made, dim, count)
+        if parts is None:
+            found = [each for each in made if _has_rows(each, captured)]
+        else:
+            if node.target is torch.ops.aten.slice.Tensor and _read_as_own(node):
+                parts = [part - number * part.shape[dim] for number, part in enumerate(parts)]
+            found = [] if are_alike(parts) else [*filter(_is_named, made), source]
         if found:
             origin = captured.by_name[mark(node).origin]
             raise InfeasibleError(
                 f"the batch cannot be cut into micro-batches: {origin.where} differs from micro-batch to micro-batch "
-                f"and comes from {found[0].name}, which is whole in each; make it of the inputs, or leave microbatch "
-                "and pp out"
+                f"and comes from {_name(found[0], captured)}, which is whole in each; make it of the inputs, or leave "
+                "microbatch and pp out"
             )
+
+
+def _made_of(source: fx.Node) -> set[fx.Node]:
+    """Return the nodes that a value comes of, itself included: not what tables and blank values are made of."""
+    found: set[fx.Node] = set()
+    todo = [source]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [] if node.target in BLANK or is_table(node) else node.all_input_nodes
+    return found
+
+
+def _is_named(node: fx.Node) -> bool:
+    return node.op == "placeholder"
+
+
+def _name(node: fx.Node, captured: Graph) -> str:
+    """Return the user's name of a parameter or buffer; a value's own where it has none."""
+    op = captured.by_name.get(node.name)
+    return op.target if op is not None and op.kind in {"parameter", "buffer"} else node.name
 
 
 def _read_as_own(node: fx.Node) -> bool:
     """Return whether all that read a value, moved or not, take it as places among a micro-batch's own rows."""
     return all(user.meta.get("own_rows") or (role(user) == "move" and _read_as_own(user)) for user in node.users)
-
-
-def _parts(made: Sequence[fx.Node], source: fx.Node, dim: int, count: int) -> list[torch.Tensor]:
-    """Return the `count` parts of a value that comes of nothing but ranges and constants; none of any other.
-
-    `made` is all that it comes of, in order. Parts of others are alike: a row a sample would have come from a table.
-    """
-    elements = sum(each.meta["val"].numel() for each in made if isinstance(each.meta.get("val"), torch.Tensor))
-    drawn = any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in made)
-    if drawn or elements > _MOST_ELEMENTS or any(each.op != "call_function" for each in made):
-        return []
-    values: dict[fx.Node, Any] = {}
-
-    def given(arg: Any) -> Any:
-        return (
-            values[arg] if isinstance(arg, fx.Node) else torch.device("cpu") if isinstance(arg, torch.device) else arg
-        )
-
-    for each in made:
-        if each.target in _BLANK:
-            values[each] = torch.zeros((), dtype=each.meta["val"].dtype).expand(each.meta["val"].shape)
-            continue
-        target: Any = each.target
-        args, kwargs = fx.node.map_aggregate((each.args, each.kwargs), given)
-        values[each] = target(*args, **kwargs)
-    return list(values[source].chunk(count, dim))
 
 
 def _has_rows(node: fx.Node, captured: Graph) -> bool:
@@ -193,6 +180,6 @@ def _has_rows(node: fx.Node, captured: Graph) -> bool:
     if node.op == "get_attr":
         return True
     if node.op == "placeholder":
-        return captured.by_name[node.name].kind in {"input", "constant", "buffer"}
+        return captured.by_name[node.name].kind in {"input", "constant", "buffer", "parameter"}
     shapes = [each.meta["val"].shape for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
     return node.target in _RELAID and any(shape and shape[0] not in {1, batch} for shape in shapes)

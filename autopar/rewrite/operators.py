@@ -21,6 +21,9 @@ _ATEN = torch.ops.aten
 _RESHAPE = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 """Views of whole tensors that local strides may forbid."""
 
+_LAST_TOGETHER = frozenset({_ATEN.view_as_complex.default, _ATEN.view.dtype})
+"""Views that need the elements of the last dimension side by side, as they were in the whole tensor."""
+
 
 def emit(site: Site, node: fx.Node) -> Any:
     """Append an operator to the site's graph; return its node, or the tuple of nodes that are its outputs.
@@ -35,6 +38,8 @@ def emit(site: Site, node: fx.Node) -> Any:
     args, kwargs = localise(site.op, site.args, site.kwargs, site.strategy, site.mesh)
     if any(site.tags):
         return lowering_of(site.op.target)(replace(site, args=args, kwargs=kwargs))
+    if node.target in _LAST_TOGETHER:
+        args = (site.call(_ATEN.contiguous.default, args[0]), *args[1:])
     target = _ATEN.reshape.default if node.target in _RESHAPE else node.target
     return site.graph.create_node(node.op, target, args, kwargs, name=node.name)
 

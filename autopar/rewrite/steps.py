@@ -218,6 +218,9 @@ def permuted(value: fx.Node, dims: int) -> tuple[fx.Node, list[int]]:
 _PERMUTES = frozenset({_ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default})
 
 
+_CUTS = frozenset({_ATEN.slice.Tensor, _ATEN.select.int})
+
+
 @dataclass(frozen=True)
 class _InTime(_Step):
     """Steps along the axis of micro-batches: no rank has what another micro-batch computes."""
@@ -227,8 +230,10 @@ class _InTime(_Step):
         return self._move(_ATEN.div.Scalar, value, self.size)
 
     def slice(self, value: fx.Node) -> fx.Node:
-        own = super().slice(value)
-        own.meta["cut_in_time"] = self._shard(self.step.after).dim
+        own = cut = super().slice(value)
+        while cut.target not in _CUTS:  # what lies behind it only moves the part
+            cut = cut.all_input_nodes[0]
+        cut.meta["cut_in_time"] = self.size
         return own
 
     def all_reduce(self, value: fx.Node) -> fx.Node:

@@ -108,8 +108,25 @@ def _operand(shape: tuple[int, ...], whole: tuple[int, ...], dims: Dims) -> Dims
     return tuple(dim if old == new else () for old, new, dim in tail)
 
 
-_FORWARD = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
-_BACKWARD = ("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward")
+def _margin(call: Call) -> Iterator[Strategy]:
+    """Yield those of a loss of every sample's scores against each other, and of its gradient: classes stay whole."""
+    samples: Dims = (("n",),) if len(call.shape("self")) == 2 else ()
+    classes: Dims = ((),)
+    summed = call.arg("reduction") != 0
+    loss: Dims = () if summed else samples
+    backward = "grad_output" in call.arguments
+    rows = (*samples, *classes)
+    inputs: dict[str, Dims] = {"self": rows, "grad_output": loss, "is_target": rows}
+    inputs["target"] = samples if call.shape("target") == call.shape("self")[:-1] else rows
+    yield from call.named(
+        inputs,
+        [rows] if backward else [loss, rows][: len(call.op.outputs)],
+        linear=[["grad_output"]] if backward else (),
+        lowering={"n": "scale"} if call.arg("reduction") == MEAN else None,
+    )
+
+
+_ELEMENTS = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
 
 RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.nll_loss_forward.default": _nll_forward,
@@ -117,6 +134,10 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.nll_loss2d_backward.default": _nll_backward,
     "autopar.cross_entropy_backward.default": _cross_entropy_backward,
-    **{f"aten.{name}.default": _elementwise for name in _FORWARD},
-    **{f"aten.{name}.default": _elementwise_backward for name in _BACKWARD},
+    **{f"aten.{name}.default": _elementwise for name in (*_ELEMENTS, "binary_cross_entropy_with_logits")},
+    **{f"aten.{name}_backward.default": _elementwise_backward for name in _ELEMENTS},
+    "aten.multi_margin_loss.default": _margin,
+    "aten.multi_margin_loss_backward.default": _margin,
+    "aten.multilabel_margin_loss_forward.default": _margin,
+    "aten.multilabel_margin_loss_backward.default": _margin,
 }

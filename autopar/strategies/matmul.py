@@ -59,6 +59,23 @@ def _between_rows(call: Call, operands: tuple[str, ...], result: str) -> Rule:
     )
 
 
+def _trilinear(call: Call) -> Iterator[Strategy]:
+    """Yield those of a sum of products of three tensors, each first widened by dimensions of size 1 (`nn.Bilinear`)."""
+    wide = len(call.metas[0].shape) + len(call.arg("expand1"))
+    names = letters(wide)
+    added = [{int(dim) % wide for dim in call.arg(f"expand{i}")} for i in (1, 2, 3)]
+    summed = {int(dim) % wide for dim in call.arg("sumdim")}
+    inputs = tuple(
+        plain(
+            None if size == 1 else names[dim]
+            for dim, size in zip(sorted({*range(wide)} - new), meta.shape, strict=True)
+        )
+        for new, meta in zip(added, call.metas, strict=True)
+    )
+    out = plain(name for dim, name in enumerate(names) if dim not in summed)
+    return call.by(Rule(inputs=inputs, outputs=(out,), linear=tuple(frozenset({i}) for i in range(3))))
+
+
 RULES: Mapping[str, Callable[[Call], Iterable[Strategy]] | Rule] = {
     "aten.mm.default": Rule.parse("mk kn -> mn"),
     "aten.bmm.default": Rule.parse("bmk bkn -> bmn"),
@@ -70,5 +87,6 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]] | Rule] = {
     "aten._euclidean_dist.default": _distances,
     "aten._cdist_forward.default": _distances,
     "aten._cdist_backward.default": _distances_backward,
+    "aten._trilinear.default": _trilinear,
     "aten._scaled_mm.default": lambda call: (call.replicated(),),
 }

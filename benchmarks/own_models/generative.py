@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from benchmarks.own_models.parts import WIDTH, Around, Example, named
+from benchmarks.own_models.parts import LAYERS, WIDTH, Around, Example, named
 
 
 class _Variational(nn.Module):
@@ -276,3 +276,29 @@ def equation(batch: int) -> Example:
             return (moved - self.body(point)).square().mean()
 
     return Informed(), {"point": torch.rand(batch, 2)}
+
+
+@named
+def forces(batch: int) -> Example:
+    """Energies of atoms from their distances, and forces as their derivatives, both with a target: two backwards."""
+
+    class Potential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds = nn.Embedding(4, WIDTH)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH + 8, WIDTH) for _ in range(LAYERS))
+            self.energy = nn.Linear(WIDTH, 1)
+
+        def forward(self, places: Tensor, kinds: Tensor, energies: Tensor, forces: Tensor) -> Tensor:
+            apart = (places[:, :, None] - places[:, None]).square().sum(-1)
+            near = torch.exp(-apart[..., None] * torch.arange(1, 9))
+            h = self.kinds(kinds)
+            for layer in self.layers:
+                h = h + torch.tanh(layer(torch.cat([h, near.sum(2)], -1)))
+            found = self.energy(h).sum((1, 2))
+            (slope,) = torch.autograd.grad(found.sum(), places, create_graph=True)
+            return F.mse_loss(found, energies) + F.mse_loss(-slope, forces)
+
+    places = torch.randn(batch, 6, 3, requires_grad=True)
+    targets = {"energies": torch.randn(batch), "forces": torch.randn(batch, 6, 3)}
+    return Potential(), {"places": places, "kinds": torch.randint(4, (batch, 6)), **targets}

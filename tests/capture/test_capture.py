@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
 from autopar._torch import FakeTensorMode
 from autopar.capture import CallArguments, capture
 from autopar.capture.fake import FakeModel
+from autopar.capture.lazy import write_lazy_tensors
 from autopar.errors import CaptureError, InputMismatchError
 from tests.capture.program import run
 
@@ -150,6 +151,28 @@ def test_every_operator_knows_module_source_line_and_phase():
     assert phases == sorted(phases, reverse=True)
     readers = {name: {graph.by_name[user].phase for user in users} for name, users in graph.users.items()}
     assert all("forward" not in readers[op.name] for op in calls if op.phase == "backward")
+
+
+def test_module_is_known_where_a_class_looks_up_its_attributes_itself():
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    captured = capture(Configured(), (X,))
+
+    found = {op.module for op in captured.graph.ops if op.target == "aten.addmm.default"}
+    assert found == {"first", "layers.0", "layers.1"}
 
 
 def test_additions_of_gradients_are_backward_and_belong_to_a_module():
@@ -395,6 +418,41 @@ def test_strides_that_say_nothing_leave_no_operator():
     }  # fmt: skip
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found.gradients[name], parameter.grad)
+
+
+def test_conjugates_are_values_and_no_marks_on_a_view():
+    class Conjugated(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pairs = torch.view_as_complex(super().forward(x).unflatten(-1, (2, 2)))
+            return (pairs * pairs.conj().mT).imag.square().sum()
+
+    model, x = Conjugated(4, 4), torch.randn(2, 2, 4)
+
+    captured = capture(model, (x,))
+    found = run(captured, model, (x,))
+    model(x).backward()
+
+    assert not {op.target for op in captured.graph.ops} & {"aten._conj.default", "aten._neg_view.default"}
+    assert not any(node.meta["val"].is_conj() for node in captured.joint.graph.nodes if "val" in node.meta)
+    torch.testing.assert_close(found.gradients["weight"], model.weight.grad)
+
+
+def test_zeros_that_torch_leaves_unwritten_are_written():
+    graph = fx.Graph()
+    zeros = graph.call_function(torch.ops.aten._efficientzerotensor.default, ([2, 3],), {"dtype": torch.float64})
+    with FakeTensorMode():
+        zeros.meta["val"] = torch._efficientzerotensor([2, 3], dtype=torch.float64)
+    graph.output((zeros,))
+    program = fx.GraphModule({}, graph)
+
+    changed = write_lazy_tensors(program)
+    program.recompile()
+
+    (found,) = program()
+    assert changed == 1
+    assert not found._is_zerotensor()
+    assert not zeros.meta["val"]._is_zerotensor()
+    torch.testing.assert_close(found, torch.zeros(2, 3, dtype=torch.float64))
 
 
 def test_transformers_models_are_not_loaded_to_find_that_a_module_is_none_of_them(monkeypatch: pytest.MonkeyPatch):

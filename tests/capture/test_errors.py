@@ -76,6 +76,22 @@ def test_reason_line_and_way_out_are_shown(model: type[nn.Module], parts: tuple[
     assert all(part in text for part in parts), text
 
 
+class Clamps(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.clamp_(-1, 1)  # here
+        return self.linear(x).sum()
+
+
+def test_trained_parameter_that_forward_changes_is_named_with_its_line():
+    with pytest.raises(CaptureError) as caught:
+        capture(Clamps(), (X,))
+
+    text = str(caught.value)
+    assert "its forward changes the trained parameter linear.weight" in text
+    assert f"at tests/capture/test_errors.py:{_line_of(Clamps)}\n" in text
+    assert "after optimizer.step()" in text
+
+
 def _line_of(model: type[nn.Module]) -> int:
     forward: Any = model.forward
     with open(forward.__code__.co_filename) as file:  # noqa: PTH123

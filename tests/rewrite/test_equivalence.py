@@ -52,7 +52,7 @@ def require_equal(ranked: Ranked, whole: list[torch.Tensor | None]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["mlp", "plain", "vision", "tied"])
+@pytest.mark.parametrize("name", ["mlp", "plain", "vision", "tied", "turned"])
 def test_random_decisions_give_the_whole_programs_results(name: str, mesh: Mesh, seed: int, wholes, run_drawn):
     gather = "per_phase" if seed % 2 else "once"
 
@@ -72,7 +72,7 @@ def test_parameters_sharded_at_rest_give_the_whole_programs_results(name: str, m
     require_equal(ranked, want)
 
 
-@pytest.mark.parametrize("name", ["mlp", "plain", "vision", "tied"])
+@pytest.mark.parametrize("name", ["mlp", "plain", "vision", "tied", "turned"])
 @pytest.mark.parametrize("mesh", [mesh_of(), mesh_of(dp=1, tp=1)], ids=["no axis", "axes of size 1"])
 def test_on_one_rank_results_are_equal_bit_for_bit(name: str, mesh: Mesh, wholes):
     whole, want = wholes[name]

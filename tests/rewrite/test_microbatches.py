@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,6 +112,31 @@ class Queried(nn.Module):
         return self.out(asked + self.then(asked, x, x, need_weights=False)[0]).square().mean()
 
 
+class Second(nn.Module):
+    """Samples in dimension 1 behind steps, or merged with them, times weights that nobody gives."""
+
+    def __init__(self, weights: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.weights = weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weights()
+        h = self.linear(x).transpose(0, 1)
+        return ((h if weights.dim() == 3 else h.flatten(0, 1)) * weights).square().mean()
+
+
+SAMPLES = {
+    "samples": lambda: torch.arange(8.0).exp().view(1, 8, 1),
+    "steps and samples": lambda: torch.arange(24.0).view(3, 8, 1).sin(),
+    "steps and samples in one": lambda: torch.arange(24.0).sin()[:, None],
+}
+STEPS = {
+    "steps": lambda: torch.arange(3.0).exp().view(3, 1, 1).repeat(1, 8, 1),
+    "steps in one": lambda: torch.arange(3.0).exp()[:, None].repeat(1, 8).view(24, 1),
+}
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
     plain, example = cases()["plain"]
@@ -120,6 +146,7 @@ def models() -> dict[str, Any]:
         "weighted": weighted(),
         "typed": typed,
         "carried": (Carried(), (torch.randn(8, 3, 4),)),
+        **{name: (Second(weights), (torch.randn(8, 3, 4),)) for name, weights in STEPS.items()},
         "queried": (Queried(True), (torch.randn(8, 5, 4),)),
         "queried_second": (Queried(False), (torch.randn(8, 5, 4),)),
         **routing(),
@@ -199,6 +226,43 @@ class Positions(nn.Module):
 def test_a_table_with_a_row_a_sample_is_refused(model: nn.Module):
     with pytest.raises(InfeasibleError, match="differs from micro-batch to micro-batch and comes from"):
         programs(model, (torch.randn(8, 4),), 2)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_weights_that_differ_from_sample_to_sample_are_refused_wherever_samples_are(name: str):
+    with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
+        programs(Second(SAMPLES[name]), (torch.randn(8, 3, 4),), 2)
+
+
+class Tabled(nn.Module):
+    """Features times a table that nobody trains, which has a row a sample once it is laid out."""
+
+    def __init__(self, laid: Callable[[torch.Tensor], torch.Tensor], table: torch.Tensor, trained: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.laid = laid
+        self.table = nn.Parameter(table, requires_grad=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.laid(self.table)).square().mean()
+
+
+LAID: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "as it is": (lambda table: table, (8, 4)),
+    "transposed": (lambda table: table.t(), (4, 8)),
+    "behind another dimension": (lambda table: table.exp(), (1, 8, 4)),
+    "times a matrix": (lambda table: table @ torch.ones(4, 4), (8, 4)),
+    "in one": (lambda table: table.view(8, 4), (32,)),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("name", LAID)
+def test_a_parameter_with_a_row_a_sample_is_refused(name: str, trained: bool):
+    laid, shape = LAID[name]
+
+    with pytest.raises(InfeasibleError, match="has a row for each sample|comes from table|comes from view"):
+        programs(Tabled(laid, torch.randn(shape), trained), (torch.randn(8, 4),), 2)
 
 
 @pytest.mark.parametrize(

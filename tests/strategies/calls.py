@@ -27,6 +27,8 @@ def matmul() -> Iterator[Case]:
     yield c("_cdist_forward.default", f(2, 4, 6), f(1, 8, 6).expand(2, 8, 6), 1.0, 2)
     first, second = f(2, 4, 6), f(2, 8, 6)
     yield c("_cdist_backward.default", f(2, 4, 8), first, second, 2.0, torch.cdist(first, second))
+    yield c("_trilinear.default", f(4, 6), f(8, 6, 2), f(4, 2), [1, 3], [0], [1, 2], [2, 3])
+    yield c("_trilinear.default", f(4, 6), f(1, 6, 2), f(4, 2), [1, 3], [0], [1, 2], [-1], 0)
     yield c("addmm.default", f(6), f(4, 8), f(8, 6))
     yield c("addmm.default", f(4, 6), f(4, 8), f(8, 6), beta=2, alpha=3)
     yield c("baddbmm.default", f(4, 1, 8), f(4, 2, 6), f(4, 6, 8), alpha=0.5)
@@ -268,11 +270,23 @@ def losses() -> Iterator[Case]:
         yield c("huber_loss.default", f(4, 6), f(4, 6), reduction, 1.0)
         yield c("binary_cross_entropy.default", p(4, 6), p(4, 6), None, reduction)
         yield c("binary_cross_entropy_with_logits.default", f(4, 6), p(4, 6), None, p(6), reduction)
+        yield c("soft_margin_loss.default", f(4, 6), f(4, 6).sign(), reduction)
         grad = f(4, 6) if reduction == 0 else f()
+        yield c("soft_margin_loss_backward.default", grad, f(4, 6), f(4, 6).sign(), reduction)
         yield c("mse_loss_backward.default", grad, f(4, 6), f(4, 6), reduction)
         yield c("smooth_l1_loss_backward.default", grad, f(4, 6), f(4, 6), reduction, 1.0)
         yield c("huber_loss_backward.default", grad, f(4, 6), f(4, 6), reduction, 1.0)
         yield c("binary_cross_entropy_backward.default", grad, p(4, 6), p(4, 6), p(4, 6), reduction)
+    for reduction, weight in itertools.product((0, 1, 2), (None, p(6))):
+        args = (f(4, 6), i(6, 4), 1, 1.0, weight, reduction)
+        yield c("multi_margin_loss.default", *args)
+        yield c("multi_margin_loss_backward.default", f(4) if reduction == 0 else f(), *args)
+        labels = torch.tensor([[1, 3, -1, 0, 0, 0], [0, -1, 2, 2, 2, 2], [5, 4, 3, -1, 0, 0], [2, -1, 0, 0, 0, 0]])
+        found, chosen = aten.multilabel_margin_loss_forward(args[0], labels, reduction)
+        yield c("multilabel_margin_loss_forward.default", args[0], labels, reduction)
+        yield c("multilabel_margin_loss_backward.default", f(*found.shape), args[0], labels, reduction, chosen)
+    yield c("multi_margin_loss.default", f(6), torch.tensor(2))
+    yield c("multi_margin_loss_backward.default", f(), f(6), torch.tensor([2]), 1, 1.0)
 
 
 def attention() -> Iterator[Case]:

@@ -219,8 +219,13 @@ def _same(made: Sequence[torch.Tensor], whole: torch.Tensor, layout: Layout, mes
             narrow = wanted.dtype == torch.float32 or any(t.dtype == torch.float32 for t in case.tensors)
             near = 1e-5 if narrow else 1e-9
             # Terms cancel: what they leave is as exact as the largest of them.
-            most = whole.double().abs().nan_to_num(0, 0, 0).max().item() if narrow and whole.numel() else 1.0
+            most = max(map(_largest, (whole, *made))) if narrow else 1.0
             torch.testing.assert_close(value, wanted, rtol=near, atol=near * max(most, 1.0), equal_nan=True)
+
+
+def _largest(value: torch.Tensor) -> float:
+    """Return the largest magnitude that is a number, 0 of no elements."""
+    return value.double().abs().nan_to_num(0, 0, 0).max().item() if value.numel() else 0.0
 
 
 def _joined(

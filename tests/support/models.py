@@ -91,6 +91,22 @@ class Tied(nn.Module):
         return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+class Turned(nn.Module):
+    """Pairs of features as complex numbers, turned by angles that are learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.angles = nn.Parameter(torch.linspace(0, 1, 2))
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        pairs = torch.view_as_complex(self.up(x).unflatten(-1, (4, 2, 2)))
+        turned = pairs * torch.polar(torch.ones_like(self.angles), self.angles)
+        return self.down(torch.view_as_real(turned).flatten(-3)).square().mean()
+
+
 def cases() -> dict[str, tuple[nn.Module, Any]]:
     """Return each model with an example batch, the same at every call."""
     torch.manual_seed(1)
@@ -100,5 +116,6 @@ def cases() -> dict[str, tuple[nn.Module, Any]]:
         "plain": (Plain(), (torch.randn(8, 8),)),
         "twin": (Twin(), (torch.randn(8, 8),)),
         "vision": (Vision(), {"x": torch.randn(4, 3, 8, 8), "y": torch.randint(0, 4, (4,))}),
+        "turned": (Turned(), (torch.randn(8, 4, 8),)),
         "tied": (Tied(), {"ids": ids, "labels": torch.randint(0, 32, (4, 8))}),
     }

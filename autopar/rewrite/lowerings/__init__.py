@@ -46,7 +46,9 @@ LOWERINGS: Mapping[str, Lowering] = {
             "mean.default", "mean.dim", "mse_loss.default", "mse_loss_backward.default", "smooth_l1_loss.default",
             "smooth_l1_loss_backward.default", "huber_loss.default", "huber_loss_backward.default",
             "binary_cross_entropy.default", "binary_cross_entropy_backward.default",
-            "binary_cross_entropy_with_logits.default",
+            "binary_cross_entropy_with_logits.default", "soft_margin_loss.default", "soft_margin_loss_backward.default",
+            "multi_margin_loss.default", "multi_margin_loss_backward.default",
+            "multilabel_margin_loss_forward.default", "multilabel_margin_loss_backward.default",
         )
     },
     **{

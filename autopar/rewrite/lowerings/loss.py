@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ _NONE, _MEAN = 0, 1
 _NO_CLASS = -100
 
 
-def scaled(site: Site) -> fx.Node:
+def scaled(site: Site) -> fx.Node | tuple[fx.Node, ...]:
     """Emit the operator on this rank's part, divided by the number of parts: the mean is that of the parts' means.
 
+    Of several outputs the first is the mean; the others belong to the elements.
     A gradient is linear in the one it is given: a single number where its own result is as large as the scores.
     """
     space, packet, overload = site.op.target.split(".")
@@ -27,7 +29,11 @@ def scaled(site: Site) -> fx.Node:
     if packet.endswith("_backward"):
         given, *rest = site.args
         return site.call(target, site.call(aten.mul.Tensor, given, 1.0 / parts), *rest, **site.kwargs)
-    return site.call(aten.mul.Tensor, site.call(target, *site.args, **site.kwargs), 1.0 / parts)
+    made = site.call(target, *site.args, **site.kwargs)
+    outputs = len(site.op.outputs)
+    first, *others = [made] if outputs == 1 else [site.call(operator.getitem, made, i) for i in range(outputs)]
+    mean = site.call(aten.mul.Tensor, first, 1.0 / parts)
+    return (mean, *others) if others else mean
 
 
 def shared(site: Site) -> fx.Node:
