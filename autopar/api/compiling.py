@@ -31,7 +31,7 @@ from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
 from autopar.runtime.clipping import see_all_stages
 from autopar.runtime.executable import compile_graph
-from autopar.runtime.module import copy_tree
+from autopar.runtime.module import copy_tree, without_own_calls
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.profiling import StepProfiler, ranges
 from autopar.runtime.staged_program import PipelinedProgram, names_on_rank
@@ -374,7 +374,7 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
     On several ranks the parameters are DTensors from the start, whole on every rank: such an object can later
     take over a sharded one's contents, which a plain parameter cannot.
     """
-    waiting = copy_tree(model, {})
+    waiting = without_own_calls(copy_tree(model, {}))
     kind = type(model)
     if job.ranks.world_size > 1:
         with job.ranks.together("hold the parameters until the first call"):
@@ -382,12 +382,12 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
         hold_whole(waiting, job.ranks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        job.model = plain_copy(self, kind)
+        job.model = plain_copy(self, model)
         built = job.build(job.capture(_as_example(args, kwargs), training=self.training))
         take_over(self, built)
         see_all_stages(self)
         self.__class__ = built.__class__
-        return self(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     lazy = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
     waiting.__class__ = lazy

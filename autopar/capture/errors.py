@@ -65,6 +65,15 @@ def higher_order(model: str, operator: str, where: str) -> CaptureError:
     )
 
 
+def trained_elsewhere(model: str, name: str, shape: tuple[int, ...]) -> CaptureError:
+    """Return the error for a tensor that is to be trained and is none of the model's parameters."""
+    return CaptureError(
+        f"{model} reads {name!r} of shape {list(shape)}, which requires a gradient and is none of its parameters\n"
+        "register it as torch.nn.Parameter, and read it through self; a function that replaces forward and holds "
+        "another model's parameters is to be a method (types.MethodType); if it is constant, detach() it"
+    )
+
+
 def parameter_kind(name: str, kind: str) -> CaptureError:
     """Return the error for a parameter or buffer that is no plain dense tensor."""
     if kind.startswith("Uninitialized"):

@@ -26,7 +26,7 @@ from autopar._torch import (
 )
 from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
-from autopar.capture.errors import value_dependent
+from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
 from autopar.capture.library import without_value_checks
 from autopar.capture.origin import user_line
@@ -179,6 +179,9 @@ def _restore_names(graph: fx.GraphModule, program: nn.Module, fake: FakeModel) -
     """Give parameters and buffers their own names, add those that forward does not use; return the other tensors.
 
     A tied tensor gets the first of its names; all of them are in `FakeModel.names`.
+
+    Raises:
+        CaptureError: a tensor requires a gradient and is none of the model's parameters.
     """
     renamed: dict[str, str] = {}
     loose: dict[str, Loose] = {}
@@ -187,7 +190,10 @@ def _restore_names(graph: fx.GraphModule, program: nn.Module, fake: FakeModel) -
         known = fake.names.get(id(tensor))
         if known is None:
             original = fake.original(tensor)
-            loose[name] = Loose(fake.attribute(tensor) or name, tensor if original is None else original)
+            found = Loose(fake.attribute(tensor) or name, tensor if original is None else original)
+            if found.value.requires_grad:
+                raise trained_elsewhere(type(fake.module).__name__, found.name, tuple(found.value.shape))
+            loose[name] = found
         else:
             renamed[name] = f"{PREFIX}.{known[0]}"
             present.add(id(tensor))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -222,7 +224,7 @@ def compiled(
     """
     with runner.ranks.together("place the model's parameters"):
         check(model, runner.decisions, init_fn)
-    copied = copy_tree(model, {})
+    copied = without_own_calls(copy_tree(model, {}))
     dropped = place(copied, runner.decisions, runner.groups, runner.ranks, init_fn, names)
     copied.__class__ = _compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
     copied.__dict__[_ATTRIBUTE] = runner
@@ -247,6 +249,38 @@ def copy_tree(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
         name: None if child is None else copy_tree(child, memo) for name, child in module._modules.items()
     }
     return made
+
+
+_OF_A_CALL = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Tables of a module by which hooks take part in its calls."""
+
+
+def without_own_calls(copied: nn.Module) -> nn.Module:
+    """Return a copied module without its own hooks and its own `forward`, both of which the captured program runs.
+
+    Hooks that the user adds to the copy act on it alone, around the program.
+    """
+    for table in _OF_A_CALL:
+        copied.__dict__[table] = OrderedDict()
+    copied.__dict__.pop("forward", None)
+    return copied
+
+
+def with_own_calls(copied: nn.Module, model: nn.Module) -> nn.Module:
+    """Return a copied module with the hooks of `model`, and its `forward` if that is the instance's own."""
+    for table in _OF_A_CALL:
+        copied.__dict__[table] = model.__dict__[table]
+    own = model.__dict__.get("forward")
+    if own is not None:
+        bound_to_it = isinstance(own, MethodType) and own.__self__ is model
+        copied.__dict__["forward"] = MethodType(own.__func__, copied) if bound_to_it else own
+    return copied
 
 
 @functools.cache
