@@ -21,6 +21,7 @@ from autopar.ir.graph import Graph
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import Mark, mark, over_microbatches, role
 from autopar.rewrite.partition import ancestors
+from autopar.rewrite.random_ops import draws
 
 _RELAID = frozenset(
     {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default,
@@ -162,7 +163,7 @@ def _parts(made: Sequence[fx.Node], source: fx.Node, dim: int, count: int) -> li
     `made` is all that it comes of, in order. Parts of others are alike: a row a sample would have come from a table.
     """
     elements = sum(each.meta["val"].numel() for each in made if isinstance(each.meta.get("val"), torch.Tensor))
-    drawn = any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in made)
+    drawn = any(draws(each.target) for each in made)
     if drawn or elements > _MOST_ELEMENTS or any(each.op != "call_function" for each in made):
         return []
     values: dict[fx.Node, Any] = {}

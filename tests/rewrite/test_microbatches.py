@@ -111,6 +111,18 @@ class Queried(nn.Module):
         return self.out(asked + self.then(asked, x, x, need_weights=False)[0]).square().mean()
 
 
+class Penalised(nn.Module):
+    """Terms of the loss, and of gradients, that come of no sample: a penalty, and the bias of a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.linear(x).tanh()).mean() + self.linear.weight.square().sum() + self.scale.square()
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
     plain, example = cases()["plain"]
@@ -120,6 +132,7 @@ def models() -> dict[str, Any]:
         "weighted": weighted(),
         "typed": typed,
         "carried": (Carried(), (torch.randn(8, 3, 4),)),
+        "penalised": (Penalised(), (torch.randn(8, 4),)),
         "queried": (Queried(True), (torch.randn(8, 5, 4),)),
         "queried_second": (Queried(False), (torch.randn(8, 5, 4),)),
         **routing(),
