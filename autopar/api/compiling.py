@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.api import Cluster, captured_for, plan_captured, plan_model, read_cluster
+from autopar.api import AUTOCAST, Cluster, captured_for, plan_captured, plan_model, read_cluster
 from autopar.api.planning import Planner, Program
 from autopar.api.staging import Budget, blocks, depth, evaluated, is_staged, staged_program
 from autopar.api.stale import require_fresh
@@ -193,10 +193,18 @@ class Job:
             batch=batch_layout(squeezed.mesh, self._split) if self._split else None,
             pipeline=pipeline,
             profiler=profiler,
+            autocast=self._autocast(plan),
         )
         made = compiled(self.model, runner, init_fn=self.init_fn, names=names)
         see_all_stages(made)
         return made
+
+    def _autocast(self, plan: Plan) -> torch.dtype | None:
+        """Return the type to which the plan's programs cast; `None` if they do not."""
+        if plan.workload.precision != "fp32":
+            return AUTOCAST[plan.workload.precision]
+        kind = self.ranks.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _names_here(self, pipeline: PipelineRanks, training: bool, captured: Captured | None) -> Collection[str]:
         """Return the parameters and buffers of this rank's stages, whose program is made for that and kept.

@@ -20,7 +20,7 @@ from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
-from autopar.runtime.errors import not_compiled
+from autopar.runtime.errors import autocast_differs, mode_differs, not_compiled
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.pipeline import StagedBound
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -44,7 +44,8 @@ class Runner:
     The form of call that the plan was made for (`planned`: training, gradients) is the only one
     in that mode; in other modes each new form of call gets a program of its own. `batch` is the layout of the batch
     that ranks bring to a call in parts. `pipeline` is the place of this rank where programs are
-    `PipelinedProgram`s; the decisions' mesh is then that of one pipeline rank.
+    `PipelinedProgram`s; the decisions' mesh is then that of one pipeline rank. `autocast` is the type that programs
+    cast to, `None` where they do not.
     """
 
     def __init__(
@@ -58,8 +59,12 @@ class Runner:
         batch: Layout | None = None,
         pipeline: PipelineRanks | None = None,
         profiler: StepProfiler | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._profiler = profiler
+        self._autocast = autocast
+        self._modes: tuple[tuple[str, bool], ...] = ()
+        self._modules: tuple[nn.Module, ...] = ()
         self.decisions = squeeze(decisions)
         self.ranks = ranks
         self.pipeline = pipeline
@@ -83,6 +88,7 @@ class Runner:
         Raises:
             InputMismatchError: the call differs from what was planned.
         """
+        self._check_modes()
         grad = torch.is_grad_enabled()
         if self._profiler is not None and grad:
             self._profiler.step()
@@ -93,12 +99,42 @@ class Runner:
             bound, reader = known
             tensors = reader.read(args, kwargs)
             if tensors is not None and bound.expected.matches(tensors):
-                return bound(tensors, grad=grad)
+                return self._run(bound, tensors, grad=grad)
         bound, tensors = self._find(model, mode, args, kwargs)
         made = Reader.of(bound, args, kwargs)
         if made is not None:
             self._readers[form] = (bound, made)
-        return bound(tensors, grad=grad)
+        return self._run(bound, tensors, grad=grad)
+
+    def know_modes(self, model: nn.Module, copied: nn.Module) -> None:
+        """Note which modules of the model that was planned train, and those whose modes the calls are to have."""
+        self._modes = tuple((name, each.training) for name, each in model.named_modules())
+        self._modules = tuple(copied.modules())
+
+    def _check_modes(self) -> None:
+        """Raise where a module trains that did not when the program was captured, or the reverse."""
+        now = [each.training for each in self._modules]
+        if not now:
+            return
+        planned = [trains for _, trains in self._modes] if now[0] is self._modes[0][1] else [now[0]] * len(now)
+        if now != planned:
+            name, trains = next(
+                (name, is_now)
+                for (name, _), is_now, was in zip(self._modes, now, planned, strict=True)
+                if is_now != was
+            )
+            raise mode_differs(name, now=trains)
+
+    def _run(self, bound: Bound | StagedBound, tensors: Sequence[torch.Tensor], *, grad: bool) -> Any:
+        kind = self.ranks.device.type
+        if not torch.is_autocast_enabled(kind):
+            return bound(tensors, grad=grad)
+        around = torch.get_autocast_dtype(kind)
+        if around != self._autocast:
+            raise autocast_differs(str(around), None if self._autocast is None else str(self._autocast))
+        # The programs' casts are their own operators.
+        with torch.autocast(kind, enabled=False):
+            return bound(tensors, grad=grad)
 
     @property
     def events(self) -> Sequence[Event]:
@@ -228,6 +264,7 @@ def compiled(
     dropped = place(copied, runner.decisions, runner.groups, runner.ranks, init_fn, names)
     copied.__class__ = _compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
     copied.__dict__[_ATTRIBUTE] = runner
+    runner.know_modes(model, copied)
     copied.__dict__[_ELSEWHERE] = dropped
     if runner.pipeline is not None and runner.pipeline.depth > 1:
         told = runner.ranks.gather([name for name, _ in copied.named_parameters()])
