@@ -74,6 +74,23 @@ def trained_elsewhere(model: str, name: str, shape: tuple[int, ...]) -> CaptureE
     )
 
 
+def changed_parameter(model: str, name: str) -> CaptureError:
+    """Return the error for a parameter that forward overwrites and trains."""
+    return CaptureError(
+        f"{model} cannot be captured: its forward changes the parameter {name!r} in place (nn.Embedding with max_norm "
+        "does)\nchange it after optimizer.step(), under torch.no_grad(), or change a copy"
+    )
+
+
+def sparse_value(model: str, operator: str, where: str) -> CaptureError:
+    """Return the error for an operator that makes a sparse tensor: a gradient, say."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: {operator} makes a sparse tensor, and only dense ones can be planned{place}\n"
+        "use dense ones: nn.Embedding(sparse=False), tensor.to_dense()"
+    )
+
+
 def parameter_kind(name: str, kind: str) -> CaptureError:
     """Return the error for a parameter or buffer that is no plain dense tensor."""
     if kind.startswith("Uninitialized"):

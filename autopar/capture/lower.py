@@ -21,7 +21,7 @@ from autopar._torch import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from autopar.capture.errors import higher_order, value_dependent
+from autopar.capture.errors import changed_parameter, higher_order, sparse_value, value_dependent
 from autopar.capture.origin import is_accumulation, module_path, phases, user_line
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Const, Op, OpKind, Output, Phase, Ref
@@ -89,6 +89,8 @@ def placeholder(node: fx.Node, names: Names) -> Placeholder:
             return Placeholder(node.name, "input", names.inputs[idx], idx)
         case TangentAOTInput(PlainAOTOutput(idx)):
             return Placeholder(node.name, "tangent", names.outputs[idx], idx)
+        case TangentAOTInput(InputMutationAOTOutput(ParamAOTInput(target))):
+            raise changed_parameter(names.model, names.own(target))
     raise CaptureError(
         f"{names.model} cannot be captured: its inputs alias or change in a way not handled ({desc.expr()})"
     )
@@ -227,6 +229,8 @@ def _outputs(node: fx.Node, model: str, source: str) -> tuple[TensorMeta | None,
     metas: list[TensorMeta | None] = []
     for each in value if isinstance(value, tuple | list) else (value,):
         if isinstance(each, torch.Tensor):
+            if each.layout is not torch.strided:
+                raise sparse_value(model, str(node.target), source)
             metas.append(tensor_meta(each))
         elif each is None or isinstance(each, bool | int | float):
             metas.append(None)
