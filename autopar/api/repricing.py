@@ -1,8 +1,8 @@
 """A plan's decisions as they are, priced for another cluster.
 
 Every layout, gather, micro-batch, recomputation, stage and schedule is the plan's. Left to the other cluster is what
-follows from its links: which collectives travel together and when they are issued, on how many levels they run, unless the
-plan was made without that.
+follows from its links: which collectives travel together and when they are issued, on how many levels they run, unless
+the plan was made without that.
 """
 
 from __future__ import annotations
