@@ -144,6 +144,10 @@ class PlanOptions:
             demanded["forbid"] = list(self.forbid)
         if self.constraint:
             demanded["constraint"] = [str(each) for each in self.constraint]
+        if not self.overlap:
+            demanded["overlap"] = False
+        if not self.two_level:
+            demanded["two_level"] = False
         return demanded
 
 

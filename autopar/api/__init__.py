@@ -28,7 +28,7 @@ __all__ = ["compile", "input_part", "plan", "plan_captured", "plan_reference", "
 
 Cluster = ClusterSpec | str | Path
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def plan(
@@ -163,7 +163,7 @@ def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -
 
 @contextmanager
 def _precision(precision: str) -> Iterator[None]:
-    dtype = _AUTOCAST.get(precision)
+    dtype = AUTOCAST.get(precision)
     if dtype is None:
         yield
         return

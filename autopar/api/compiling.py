@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.api import Cluster, captured_for, plan_captured, plan_model, read_cluster
+from autopar.api import AUTOCAST, Cluster, captured_for, plan_captured, plan_model, read_cluster
 from autopar.api.planning import Planner, Program
 from autopar.api.staging import Budget, blocks, depth, evaluated, is_staged, staged_program
 from autopar.api.stale import require_fresh
@@ -31,7 +31,7 @@ from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
 from autopar.runtime.clipping import see_all_stages
 from autopar.runtime.executable import compile_graph
-from autopar.runtime.module import copy_tree
+from autopar.runtime.module import copy_tree, without_own_calls
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.profiling import StepProfiler, ranges
 from autopar.runtime.staged_program import PipelinedProgram, names_on_rank
@@ -193,10 +193,18 @@ class Job:
             batch=batch_layout(squeezed.mesh, self._split) if self._split else None,
             pipeline=pipeline,
             profiler=profiler,
+            autocast=self._autocast(plan),
         )
         made = compiled(self.model, runner, init_fn=self.init_fn, names=names)
         see_all_stages(made)
         return made
+
+    def _autocast(self, plan: Plan) -> torch.dtype | None:
+        """Return the type to which the plan's programs cast; `None` if they do not."""
+        if plan.workload.precision != "fp32":
+            return AUTOCAST[plan.workload.precision]
+        kind = self.ranks.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _names_here(self, pipeline: PipelineRanks, training: bool, captured: Captured | None) -> Collection[str]:
         """Return the parameters and buffers of this rank's stages, whose program is made for that and kept.
@@ -374,7 +382,7 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
     On several ranks the parameters are DTensors from the start, whole on every rank: such an object can later
     take over a sharded one's contents, which a plain parameter cannot.
     """
-    waiting = copy_tree(model, {})
+    waiting = without_own_calls(copy_tree(model, {}))
     kind = type(model)
     if job.ranks.world_size > 1:
         with job.ranks.together("hold the parameters until the first call"):
@@ -382,12 +390,12 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
         hold_whole(waiting, job.ranks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        job.model = plain_copy(self, kind)
+        job.model = plain_copy(self, model)
         built = job.build(job.capture(_as_example(args, kwargs), training=self.training))
         take_over(self, built)
         see_all_stages(self)
         self.__class__ = built.__class__
-        return self(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     lazy = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
     waiting.__class__ = lazy

@@ -64,6 +64,16 @@ def batch(fixed: Mapping[str, int], size: int) -> InfeasibleError:
     )
 
 
+def width_of_stages(width: int, devices: int, batch: int, why: str) -> InfeasibleError:
+    """Return the error about stages whose `width` ranks neither the batch nor the parameters divide by."""
+    depth = devices // width
+    return InfeasibleError(
+        f"--fix pp={depth} leaves {width} of {devices} devices to each stage, and nothing divides by {width}: neither "
+        f"the batch of {batch}, for data parallelism, nor the parameters ({why}); take a batch that is a multiple of "
+        f"{width}, another pp, or a cluster of another size"
+    )
+
+
 def no_time(limit_s: float, stopped: int, candidates: int) -> InfeasibleError:
     """Return the error about a search that had no plan yet when its time was over."""
     return InfeasibleError(

@@ -282,7 +282,7 @@ class Planner:
         refused: InfeasibleError | None = None
         failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
         if wishes.depth not in {None, 1} and failed:
-            return infeasible.wishes(failed[0].why_not)
+            return self._no_stages(wishes, failed[0].why_not)
         for one in _thriftiest(failed):
             try:
                 links, pricing = self._solving.price(one.trial, wishes)
@@ -303,6 +303,14 @@ class Planner:
         if least is None:
             return infeasible.wishes(failed[0].why_not if failed else "no candidate mesh admits a plan")
         return infeasible.memory(least, self._solving.budget, self.cluster, self.options)
+
+    def _no_stages(self, wishes: Wishes, why: str) -> InfeasibleError:
+        """Return the error about stages that are asked for, of which `why` tells what one mesh inside them lacks."""
+        batch, devices = self.program.graph.batch_size, self.cluster.device_count
+        width = devices // (wishes.depth or 1)
+        if set(wishes.fixed) <= {"pp"} and batch and batch % width:
+            return infeasible.width_of_stages(width, devices, batch, why)
+        return infeasible.wishes(why)
 
     def _finish(self, best: Solved, outer: Outer, seconds: float) -> Plan:
         outcome, solved = best.outcome, outer.solved

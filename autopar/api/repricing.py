@@ -1,7 +1,8 @@
 """A plan's decisions as they are, priced for another cluster.
 
 Every layout, gather, micro-batch, recomputation, stage and schedule is the plan's. Left to the other cluster is what
-follows from its links: which collectives travel together and when they are issued, on how many levels they run.
+follows from its links: which collectives travel together and when they are issued, on how many levels they run, unless
+the plan was made without that.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
         optimizer=plan.workload.optimizer,
         memory_margin=plan.constraints.get("memory_margin"),
         reduce_dtype=plan.constraints.get("reduce_dtype"),
+        overlap=plan.constraints.get("overlap"),
+        two_level=plan.constraints.get("two_level"),
     )
     solving = Solving(graph, cluster, options)
     trial = Trial(_candidate(decisions), depth, _recompute(decisions.recompute))

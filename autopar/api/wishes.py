@@ -140,7 +140,7 @@ class Wishes:
         if self.sequence_parallel is not None:
             left = by_tokens(graph, candidate, left, wanted=self.sequence_parallel)
         if matrices and not split:
-            raise nothing_to_split(next(axis.size for axis in candidate if axis.role == "tp"))
+            raise nothing_to_split(next(a.size for a in candidate if a.role == "tp"), asked="tp" in self.fixed)
         return left
 
 
@@ -254,9 +254,10 @@ def constraint_impossible(constraint: Constraint, op: Op, size: int, offered: se
     )
 
 
-def nothing_to_split(size: int) -> InfeasibleError:
-    """Return the error about a tensor-parallel degree that no parameter divides by."""
+def nothing_to_split(size: int, *, asked: bool) -> InfeasibleError:
+    """Return the error about a tensor-parallel degree, asked for or all that is left, that no parameter divides by."""
+    way_out = "; choose a degree that divides the model's heads and hidden sizes" if asked else ""
     return InfeasibleError(
-        f"--fix tp={size}: no matrix among the parameters has a dimension that divides by {size}; choose a degree that "
-        "divides the model's heads and hidden sizes"
+        f"{'--fix ' if asked else ''}tp={size}: no matrix among the parameters has a dimension that divides by {size}"
+        f"{way_out}"
     )

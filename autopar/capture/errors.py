@@ -82,8 +82,26 @@ def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
     place = f"\n  at {where}" if where else ""
     return CaptureError(
         f"{model} cannot be captured: its forward changes the trained parameter {parameter}{place}\n"
-        "change it outside of forward (under torch.no_grad(), after optimizer.step()), or use a changed copy: "
-        "weight = self.weight.clamp(...)"
+        "change it outside of forward (under torch.no_grad(), after optimizer.step()), as nn.Embedding's max_norm can be, "
+        "or use a changed copy: weight = self.weight.clamp(...)"
+    )
+
+
+def trained_elsewhere(model: str, name: str, shape: tuple[int, ...]) -> CaptureError:
+    """Return the error for a tensor that is to be trained and is none of the model's parameters."""
+    return CaptureError(
+        f"{model} reads {name!r} of shape {list(shape)}, which requires a gradient and is none of its parameters\n"
+        "register it as torch.nn.Parameter, and read it through self; a function that replaces forward and holds "
+        "another model's parameters is to be a method (types.MethodType); if it is constant, detach() it"
+    )
+
+
+def sparse_value(model: str, operator: str, where: str) -> CaptureError:
+    """Return the error for an operator that makes a sparse tensor: a gradient, say."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: {operator} makes a sparse tensor, and only dense ones can be planned{place}\n"
+        "use dense ones: nn.Embedding(sparse=False), tensor.to_dense()"
     )
 
 

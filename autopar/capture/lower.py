@@ -21,7 +21,7 @@ from autopar._torch import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from autopar.capture.errors import higher_order, parameter_changed, value_dependent
+from autopar.capture.errors import higher_order, parameter_changed, sparse_value, value_dependent
 from autopar.capture.origin import is_accumulation, module_path, phases, user_line
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Const, Op, OpKind, Output, Phase, Ref
@@ -239,6 +239,8 @@ def _outputs(node: fx.Node, model: str, source: str) -> tuple[TensorMeta | None,
     metas: list[TensorMeta | None] = []
     for each in value if isinstance(value, tuple | list) else (value,):
         if isinstance(each, torch.Tensor):
+            if each.layout is not torch.strided:
+                raise sparse_value(model, str(node.target), source)
             metas.append(tensor_meta(each))
         elif each is None or isinstance(each, bool | int | float):
             metas.append(None)

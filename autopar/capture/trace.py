@@ -26,7 +26,7 @@ from autopar._torch import (
 )
 from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
-from autopar.capture.errors import value_dependent
+from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
 from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, counting_write
@@ -48,11 +48,16 @@ _CHECKS = frozenset(
 
 
 class _Program(nn.Module):
-    """The user's model as a function of the tensor inputs alone: plain values are part of the program."""
+    """The user's model as a function of the tensor inputs alone: plain values are part of the program.
+
+    A buffer that forward puts another tensor in place of is overwritten with that: Dynamo would forget it, and to
+    whoever holds the buffer both are the same.
+    """
 
     def __init__(self, model: nn.Module, call: CallSpec) -> None:
         super().__init__()
         self.model = model
+        self._overwritable = [name.split(".") for name, _ in model.named_buffers()]
         self._is_tensor = tuple(each is not None for each in call.inputs)
         self._baked = call.baked
         self._structure = call.structure
@@ -64,7 +69,23 @@ class _Program(nn.Module):
             leaves.append(tensors[taken] if is_tensor else value)
             taken += is_tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return open_records(self.model(*args, **kwargs))
+        before = [_at(self.model, path) for path in self._overwritable]
+        made = self.model(*args, **kwargs)
+        for path, held in zip(self._overwritable, before, strict=True):
+            assigned = _at(self.model, path)
+            if assigned is not held:
+                if assigned.shape != held.shape:
+                    raise ValueError(f"{path[-1]!r} of shape {list(held.shape)} becomes {list(assigned.shape)}")
+                held.copy_(assigned)
+        return open_records(made)
+
+
+def _at(model: nn.Module, path: Sequence[str]) -> Any:
+    """Return what is at a path of attributes, reached as forward reaches it, so that Dynamo names modules alike."""
+    found: Any = model
+    for name in path:
+        found = getattr(found, name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +108,11 @@ class Traced:
 
 def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, with_backward: bool, name: str) -> Traced:
     """Return the joint graph of the fake model on fake inputs (the forward graph alone without `with_backward`)."""
-    program = _Program(fake.module, call)
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(_ambient(with_backward))
         stack.enter_context(without_value_checks())
+        program = _Program(fake.module, call)
         with without_guards():
             graph = dynamo_capture(program)(*inputs)
         _require_static(graph, name)
@@ -129,6 +150,8 @@ def _ambient(with_backward: bool) -> Iterator[None]:
     """Set the modes of the surrounding program: gradients as asked, and an autocast for CUDA stands for the CPU's."""
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(with_backward))
+        # Recurrent layers of oneDNN are one operator that no rule splits, and one whose backward lacks what it saves.
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
         # What these calls print is for people; the program's values do not depend on it.
@@ -185,6 +208,9 @@ def _restore_names(graph: fx.GraphModule, program: nn.Module, fake: FakeModel) -
     """Give parameters and buffers their own names, add those that forward does not use; return the other tensors.
 
     A tied tensor gets the first of its names; all of them are in `FakeModel.names`.
+
+    Raises:
+        CaptureError: a tensor requires a gradient and is none of the model's parameters.
     """
     renamed: dict[str, str] = {}
     loose: dict[str, Loose] = {}
@@ -193,7 +219,10 @@ def _restore_names(graph: fx.GraphModule, program: nn.Module, fake: FakeModel) -
         known = fake.names.get(id(tensor))
         if known is None:
             original = fake.original(tensor)
-            loose[name] = Loose(fake.attribute(tensor) or name, tensor if original is None else original)
+            found = Loose(fake.attribute(tensor) or name, tensor if original is None else original)
+            if found.value.requires_grad:
+                raise trained_elsewhere(type(fake.module).__name__, found.name, tuple(found.value.shape))
+            loose[name] = found
         else:
             renamed[name] = f"{PREFIX}.{known[0]}"
             present.add(id(tensor))

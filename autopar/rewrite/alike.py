@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.rewrite.marks import role
+from autopar.rewrite.random_ops import draws
 
 BLANK = frozenset(
     {torch.ops.aten.new_zeros.default, torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default,
@@ -41,7 +42,7 @@ class Values:
         needed = [node for node in made if node not in self._known]
         values = [each.meta.get("val") for each in needed]
         elements = sum(value.numel() for value in values if isinstance(value, torch.Tensor))
-        if elements > _MOST_ELEMENTS or any(map(_is_drawn, needed)):
+        if elements > _MOST_ELEMENTS or any(draws(each.target) for each in needed):
             return None
         try:
             for node in needed:
@@ -91,7 +92,3 @@ def are_alike(parts: list[torch.Tensor]) -> bool:
     near = 16 * torch.finfo(first.dtype).eps
     largest = first.abs().nan_to_num(0, 0, 0).max().item() if first.numel() else 0.0
     return all(torch.allclose(part, first, rtol=near, atol=near * largest, equal_nan=True) for part in parts)
-
-
-def _is_drawn(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

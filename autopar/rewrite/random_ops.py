@@ -79,9 +79,17 @@ def seeded(target: str) -> Any:
 
     library.impl(name, draw, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autopar::{name}", describe, lib=_LIBRARY)
-    return getattr(torch.ops.autopar, name).default
+    made = getattr(torch.ops.autopar, name).default
+    _SEEDED.add(made)
+    return made
 
 
+def draws(target: Any) -> bool:
+    """Return whether an operator makes random numbers, from a seed of its own or from torch's generator."""
+    return target in _SEEDED or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+_SEEDED: set[Any] = set()
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 

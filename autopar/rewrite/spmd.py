@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar._torch import LazyGraphModule
 from autopar.ir.graph import Graph, Op, Output, Phase, Ref
-from autopar.ir.placement import Layout, local_shape
+from autopar.ir.placement import Layout, Partial, Replicate, local_shape
 from autopar.ir.plan import Decisions
 from autopar.ir.reshard import Step, route
 from autopar.ir.tasks import block_of
@@ -220,4 +220,12 @@ class Localiser:
         layout = self.layout(Ref(output.name))
         if output.kind == "mutation":
             return self._demand(output.ref, layout, "forward")
-        return self._demand(output.ref, layout, "backward", gradient_of=output.name)
+        return self._demand(output.ref, self._summed_in_time(layout), "backward", gradient_of=output.name)
+
+    def _summed_in_time(self, layout: Layout) -> Layout:
+        """Return the layout of a gradient that is summed over micro-batches: each of them gives its term.
+
+        One that comes of no sample, of a penalty on a parameter say, is the same in all of them.
+        """
+        axes = zip(self.decisions.mesh.axes, layout, strict=True)
+        return tuple(Partial() if axis.in_time and at == Replicate() else at for axis, at in axes)

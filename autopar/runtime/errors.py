@@ -189,6 +189,28 @@ def trained_differs(name: str, *, now: bool) -> InputMismatchError:
     return InputMismatchError(f"parameter {name} {state} when the plan was made; compile the model again")
 
 
+def mode_differs(name: str, *, now: bool) -> InputMismatchError:
+    """Return the error for a module that went from training to evaluation after planning, or back, without its model.
+
+    `now` is whether it trains.
+    """
+    modes = ("evaluation", "training") if now else ("training", "evaluation")
+    return InputMismatchError(
+        f"module {name!r} is in {modes[1]} mode now, and was in {modes[0]} mode when the plan was made: the program "
+        "does what it did then; set modes of single modules before compiling, and keep them in the model's own train()"
+    )
+
+
+def autocast_differs(around: str, planned: str | None) -> InputMismatchError:
+    """Return the error for a call inside an autocast to another type than the program was planned for."""
+    name = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(around, around)
+    return InputMismatchError(
+        f"an autocast to {around} is around this call, and the program was planned "
+        f"{f'for {planned}' if planned else 'without one'}: its casts are part of it; plan with precision={name!r} "
+        "(--precision), or call it outside of the autocast"
+    )
+
+
 def parameters_differ(missing: Sequence[str]) -> StalePlanError:
     """Return the error for a plan whose parameters the model does not have."""
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""

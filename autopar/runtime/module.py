@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
-from autopar.runtime.errors import not_compiled
+from autopar.runtime.errors import autocast_differs, mode_differs, not_compiled
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.pipeline import StagedBound
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -42,7 +44,8 @@ class Runner:
     The form of call that the plan was made for (`planned`: training, gradients) is the only one
     in that mode; in other modes each new form of call gets a program of its own. `batch` is the layout of the batch
     that ranks bring to a call in parts. `pipeline` is the place of this rank where programs are
-    `PipelinedProgram`s; the decisions' mesh is then that of one pipeline rank.
+    `PipelinedProgram`s; the decisions' mesh is then that of one pipeline rank. `autocast` is the type that programs
+    cast to, `None` where they do not.
     """
 
     def __init__(
@@ -56,8 +59,12 @@ class Runner:
         batch: Layout | None = None,
         pipeline: PipelineRanks | None = None,
         profiler: StepProfiler | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._profiler = profiler
+        self._autocast = autocast
+        self._modes: tuple[tuple[str, bool], ...] = ()
+        self._modules: tuple[nn.Module, ...] = ()
         self.decisions = squeeze(decisions)
         self.ranks = ranks
         self.pipeline = pipeline
@@ -81,6 +88,7 @@ class Runner:
         Raises:
             InputMismatchError: the call differs from what was planned.
         """
+        self._check_modes()
         grad = torch.is_grad_enabled()
         if self._profiler is not None and grad:
             self._profiler.step()
@@ -91,12 +99,42 @@ class Runner:
             bound, reader = known
             tensors = reader.read(args, kwargs)
             if tensors is not None and bound.expected.matches(tensors):
-                return bound(tensors, grad=grad)
+                return self._run(bound, tensors, grad=grad)
         bound, tensors = self._find(model, mode, args, kwargs)
         made = Reader.of(bound, args, kwargs)
         if made is not None:
             self._readers[form] = (bound, made)
-        return bound(tensors, grad=grad)
+        return self._run(bound, tensors, grad=grad)
+
+    def know_modes(self, model: nn.Module, copied: nn.Module) -> None:
+        """Note which modules of the model that was planned train, and those whose modes the calls are to have."""
+        self._modes = tuple((name, each.training) for name, each in model.named_modules())
+        self._modules = tuple(copied.modules())
+
+    def _check_modes(self) -> None:
+        """Raise where a module trains that did not when the program was captured, or the reverse."""
+        now = [each.training for each in self._modules]
+        if not now:
+            return
+        planned = [trains for _, trains in self._modes] if now[0] is self._modes[0][1] else [now[0]] * len(now)
+        if now != planned:
+            name, trains = next(
+                (name, is_now)
+                for (name, _), is_now, was in zip(self._modes, now, planned, strict=True)
+                if is_now != was
+            )
+            raise mode_differs(name, now=trains)
+
+    def _run(self, bound: Bound | StagedBound, tensors: Sequence[torch.Tensor], *, grad: bool) -> Any:
+        kind = self.ranks.device.type
+        if not torch.is_autocast_enabled(kind):
+            return bound(tensors, grad=grad)
+        around = torch.get_autocast_dtype(kind)
+        if around != self._autocast:
+            raise autocast_differs(str(around), None if self._autocast is None else str(self._autocast))
+        # The programs' casts are their own operators.
+        with torch.autocast(kind, enabled=False):
+            return bound(tensors, grad=grad)
 
     @property
     def events(self) -> Sequence[Event]:
@@ -222,10 +260,11 @@ def compiled(
     """
     with runner.ranks.together("place the model's parameters"):
         check(model, runner.decisions, init_fn)
-    copied = copy_tree(model, {})
+    copied = without_own_calls(copy_tree(model, {}))
     dropped = place(copied, runner.decisions, runner.groups, runner.ranks, init_fn, names)
     copied.__class__ = _compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
     copied.__dict__[_ATTRIBUTE] = runner
+    runner.know_modes(model, copied)
     copied.__dict__[_ELSEWHERE] = dropped
     if runner.pipeline is not None and runner.pipeline.depth > 1:
         told = runner.ranks.gather([name for name, _ in copied.named_parameters()])
@@ -247,6 +286,38 @@ def copy_tree(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
         name: None if child is None else copy_tree(child, memo) for name, child in module._modules.items()
     }
     return made
+
+
+_OF_A_CALL = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Tables of a module by which hooks take part in its calls."""
+
+
+def without_own_calls(copied: nn.Module) -> nn.Module:
+    """Return a copied module without its own hooks and its own `forward`, both of which the captured program runs.
+
+    Hooks that the user adds to the copy act on it alone, around the program.
+    """
+    for table in _OF_A_CALL:
+        copied.__dict__[table] = OrderedDict()
+    copied.__dict__.pop("forward", None)
+    return copied
+
+
+def with_own_calls(copied: nn.Module, model: nn.Module) -> nn.Module:
+    """Return a copied module with the hooks of `model`, and its `forward` if that is the instance's own."""
+    for table in _OF_A_CALL:
+        copied.__dict__[table] = model.__dict__[table]
+    own = model.__dict__.get("forward")
+    if own is not None:
+        bound_to_it = isinstance(own, MethodType) and own.__self__ is model
+        copied.__dict__["forward"] = MethodType(own.__func__, copied) if bound_to_it else own
+    return copied
 
 
 @functools.cache

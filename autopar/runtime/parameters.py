@@ -137,7 +137,7 @@ class _Placer:
 
     def _moved(self, old: torch.Tensor, device: torch.device) -> torch.Tensor:
         new = old.detach().to(device)
-        return _parameter_like(old, new) if isinstance(old, nn.Parameter) else new
+        return parameter_like(old, new) if isinstance(old, nn.Parameter) else new
 
     def _distributed(self, name: str, old: torch.Tensor, layout: Layout) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
@@ -152,13 +152,20 @@ class _Placer:
             shape=old.shape,
             stride=old.stride(),
         )
-        return _parameter_like(old, whole)
+        return parameter_like(old, whole)
 
 
-def _parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
-    """Return a parameter with the attributes that the user put on the old one."""
+def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+    """Return a parameter with the attributes and hooks that the user put on the old one.
+
+    The tables of hooks are shared, so that the handles which the user has still remove them.
+    """
     made = nn.Parameter(value, requires_grad=old.requires_grad)
     made.__dict__.update(old.__dict__)
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, table)
+        if hooks:
+            setattr(made, table, hooks)
     return made
 
 
@@ -198,7 +205,7 @@ def _allocate(slot: Slot, placer: _Placer, pending: dict[int, int], fresh: dict[
         real.fill_(torch.nan)
     new: torch.Tensor = real
     if isinstance(old, nn.Parameter):
-        new = _parameter_like(old, real)
+        new = parameter_like(old, real)
     found = placer.by_id.pop(id(old))
     for each in found:
         each.table[each.key] = new

@@ -37,7 +37,8 @@ class Bound:
         self._backend = backend
         self._mesh: Mesh = groups.mesh
         self.flatten = program.call.flatten
-        self._on_gloo = ranks.device.type == "cpu"
+        self.device_type = ranks.device.type
+        self._on_gloo = self.device_type == "cpu"
         self._backend_name = backend_name(ranks.device.type)
         self.forward = self._compiled(program.local.forward, boxed=False)
         self._backwards: dict[frozenset[int], Callable[[list[Any]], Sequence[Any]]] = {}
@@ -251,7 +252,8 @@ class _Step(torch.autograd.Function):
         if not keeps_graph():
             ctx.values = None
         del values
-        return (None, None, *bound.backward(arguments, grads, ctx.seed))
+        with torch.autocast(bound.device_type, enabled=False):
+            return (None, None, *bound.backward(arguments, grads, ctx.seed))
 
 
 def rebuilder(result: Result, count: int) -> Callable[[Sequence[Any]], Any]:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import local_of
 from autopar.runtime.errors import uninitialised
-from autopar.runtime.module import copy_tree, runner_of
-from autopar.runtime.parameters import slots
+from autopar.runtime.module import copy_tree, runner_of, with_own_calls
+from autopar.runtime.parameters import parameter_like, slots
 from autopar.runtime.ranks import Ranks
 
 
@@ -36,20 +36,21 @@ def hold_whole(model: nn.Module, ranks: Ranks) -> None:
             old = slot.value
             if id(old) not in held:
                 whole = DTensor.from_local(old.detach().to(ranks.device), mesh, [Replicate()], run_check=False)
-                held[id(old)] = nn.Parameter(whole, requires_grad=old.requires_grad)
+                held[id(old)] = parameter_like(old, whole)
             slot.table[slot.key] = held[id(old)]
 
 
-def plain_copy(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Return a copy of a waiting module as the user's class with plain parameters, for capture and placement."""
-    copied = copy_tree(model, {})
-    copied.__class__ = kind
+def plain_copy(waiting: nn.Module, model: nn.Module) -> nn.Module:
+    """Return a copy of a waiting module as what `model` is, with plain parameters, for capture and placement."""
+    copied = with_own_calls(copy_tree(waiting, {}), model)
+    copied.__class__ = type(model)
     plain: dict[int, nn.Parameter] = {}
     for slot in list(slots(copied)):
         if isinstance(slot.value, DTensor):
             old: Any = slot.value
-            made = plain.setdefault(id(old), nn.Parameter(local_of(old).detach(), requires_grad=old.requires_grad))
-            slot.table[slot.key] = made
+            if id(old) not in plain:
+                plain[id(old)] = parameter_like(old, local_of(old).detach())
+            slot.table[slot.key] = plain[id(old)]
     return copied
 
 
@@ -73,7 +74,7 @@ def take_over(waiting: nn.Module, built: nn.Module) -> None:
                 alone = DTensor.from_local(
                     new.detach(), pipeline.meshes[pipeline.index], [Replicate()], run_check=False
                 )
-                new = nn.Parameter(alone, requires_grad=new.requires_grad)
+                new = parameter_like(new, alone)
             torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
             swapped.add(id(old))
         slot.table[slot.key] = old

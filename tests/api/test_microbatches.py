@@ -73,3 +73,25 @@ def test_batch_statistics_cannot_be_cut():
         InfeasibleError, match=r"batch_norm.* needs all samples of a step at once; .*GroupNorm.*\.eval\(\)"
     ):
         autopar.plan(model, "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
+
+
+class Noised(nn.Module):
+    """Draws a step for each sample, as diffusion does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.steps = nn.Linear(4, 4), nn.Embedding(1000, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return (self.linear(x) + self.steps(torch.randint(0, 1000, (x.shape[0],)))).square().mean()
+
+
+def test_samples_of_different_micro_batches_draw_different_numbers():
+    x = torch.randn(64, 4)
+    model = autopar.compile(Noised(), "cpu:1", example_inputs=(x,), fix={"microbatch": 16})
+
+    model(x).backward()
+
+    used = model.steps.weight.grad.abs().sum(1).nonzero()
+    assert len(used) > 32  # of 64 samples; 16 at most if all micro-batches drew alike

@@ -101,6 +101,7 @@ def run(_rank: int, name: str, fix: dict[str, Any], ranks: int = 2) -> Trained:
         ("weighted", {"microbatch": 2, "schedule": "zb_h1"}),
         ("mlp", {"microbatch": 2}),
         ("tied", {"microbatch": 1}),
+        ("penalised", {"microbatch": 2}),
         ("weighted", {"microbatch": 2}),
         ("experts", {"microbatch": 4}),
         ("unet", {"microbatch": 2}),

@@ -22,6 +22,7 @@ from autopar.models.hf_tiny import tiny
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from cost_models.cluster import ClusterSpec
+from tests.api.test_two_level import TWO_BY_TWO
 
 VERSION = torch.__version__.partition("+")[0]
 
@@ -75,6 +76,30 @@ def twice(cluster: str, **changes: Any) -> ClusterSpec:
     (device,) = given["devices"].values()
     device.update(changes)
     return ClusterSpec.from_dict(given)
+
+
+def wide() -> Captured:
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3))), torch.empty(512, 1024)
+    return capture(model, (x,))
+
+
+@pytest.mark.parametrize("left_out", ["overlap", "two_level"])
+def test_what_a_plan_was_made_without_it_is_priced_without(left_out: str, tmp_path: Path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TWO_BY_TWO)
+    program, cluster = wide(), ClusterSpec.parse(str(path))
+    made = [
+        plan_captured(program, "wide", cluster, PlanOptions.parse(fix={"dp_replicate": 4}, **how), Silent())
+        for how in ({}, {left_out: False})
+    ]
+    without = made[1]
+    assert made[0].decisions != without.decisions
+
+    again = repriced(without, program.graph, cluster, VERSION)
+
+    assert again.decisions == without.decisions
+    assert again.estimates == without.estimates
 
 
 def test_layouts_and_stages_stay_and_figures_are_those_of_the_other_cluster():

@@ -171,6 +171,23 @@ def test_a_tensor_degree_that_divides_nothing_is_refused() -> None:
         autopar.plan(model, "cpu:4", example_inputs=(x,), fix={"tp": 4})
 
 
+def test_stages_whose_ranks_divide_nothing_are_refused_in_the_users_terms() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    with torch.device("meta"):
+        model, x = Layers(), torch.empty(8, 8)
+    with pytest.raises(InfeasibleError, match=r"--fix pp=2 leaves 3 of 6 devices .* batch of 8.* \(tp=3: no matrix"):
+        autopar.plan(model, "cpu:6", example_inputs=(x,), fix={"pp": 2})
+
+
 @pytest.mark.parametrize(("wanted", "placement"), [(True, Shard(1)), (False, Replicate())])
 def test_sequence_parallelism_decides_where_normalisation_happens(wanted: bool, placement: object) -> None:
     model, inputs, _ = zoo.build("gpt-tiny", batch=4, seq=32, overrides={})

@@ -140,3 +140,29 @@ def test_torch_says_nothing_while_it_fails(caplog: pytest.LogCaptureFixture, cap
 
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
+
+
+class Table(nn.Module):
+    """A table of words with an option that its gradient or its values do not go with."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, **options)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).square().mean()  # here
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sparse": True}, r"(?s)makes a sparse tensor.*test_errors\.py.*nn\.Embedding\(sparse=False\)"),
+        (
+            {"max_norm": 1.0},
+            r"(?s)changes the trained parameter table\.weight.*\n  at .*after optimizer\.step\(\).*max_norm",
+        ),
+    ],
+)
+def test_options_of_embeddings_that_cannot_be_planned_are_named(options: dict[str, Any], text: str):
+    with pytest.raises(CaptureError, match=text):
+        capture(Table(**options), (torch.arange(4),))

@@ -137,6 +137,18 @@ STEPS = {
 }
 
 
+class Penalised(nn.Module):
+    """Terms of the loss, and of gradients, that come of no sample: a penalty, and the bias of a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.linear(x).tanh()).mean() + self.linear.weight.square().sum() + self.scale.square()
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
     plain, example = cases()["plain"]
@@ -147,6 +159,7 @@ def models() -> dict[str, Any]:
         "typed": typed,
         "carried": (Carried(), (torch.randn(8, 3, 4),)),
         **{name: (Second(weights), (torch.randn(8, 3, 4),)) for name, weights in STEPS.items()},
+        "penalised": (Penalised(), (torch.randn(8, 4),)),
         "queried": (Queried(True), (torch.randn(8, 5, 4),)),
         "queried_second": (Queried(False), (torch.randn(8, 5, 4),)),
         **routing(),

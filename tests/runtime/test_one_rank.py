@@ -226,6 +226,55 @@ def test_buffers_are_updated_in_place():
         assert torch.equal(got, want)
 
 
+class Centred(nn.Module):
+    """Subtracts a running mean, which it assigns to its buffer anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("later", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        made = self.linear(x)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * made.detach().mean(0)
+        return (made - self.mean).square().mean()
+
+
+def test_buffers_that_forward_assigns_are_updated_at_every_step():
+    model, x = Centred(), torch.randn(8, 4)
+    mine = compile_with(copy.deepcopy(model), (x,), ALONE)
+    for _ in range(3):
+        torch.testing.assert_close(mine(x), model(x))
+
+    assert mine.mean.abs().sum() > 0
+    torch.testing.assert_close(mine.mean, model.mean)
+
+
+class Recurrent(nn.Module):
+    """An LSTM of two layers, both ways, on the input as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return self.lstm(x)[0].square().mean()
+
+
+def test_a_recurrent_layer_that_reads_an_input_trains():
+    model, x = Recurrent(), torch.randn(8, 3, 4)
+    mine = compile_with(copy.deepcopy(model), (x,), ALONE)
+    for each in (model, mine):
+        each(x).backward()
+
+    for want, got in zip(model.parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
 def test_a_parameter_frozen_after_planning_is_named():
     mine = compile_with(Mlp(), cases()["mlp"][1], ALONE)
     mine(*cases()["mlp"][1])

@@ -339,7 +339,7 @@ def lazily(rank: int) -> None:
     mine = copy_tree(model, {})
     hold_whole(mine, Ranks.join("cpu"))
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-    built = compile_with(plain_copy(mine, type(model)), example, PAIR)
+    built = compile_with(plain_copy(mine, model), example, PAIR)
     take_over(mine, built)
     mine.__class__ = built.__class__
     mine(*example)[1].backward()
