@@ -82,8 +82,8 @@ def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
     place = f"\n  at {where}" if where else ""
     return CaptureError(
         f"{model} cannot be captured: its forward changes the trained parameter {parameter}{place}\n"
-        "change it outside of forward (under torch.no_grad(), after optimizer.step(); what max_norm of nn.Embedding does, "
-        "too), or use a changed copy: weight = self.weight.clamp(...)"
+        "change it outside of forward (under torch.no_grad(), after optimizer.step(); so for max_norm of "
+        "nn.Embedding), or use a changed copy: weight = self.weight.clamp(...)"
     )
 
 
