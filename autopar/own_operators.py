@@ -1,4 +1,4 @@
-"""Operators that captured programs contain beside torch's own: `autopar::NAME`."""
+"""Operators that captured programs contain beside torch's own: `autopar_ops::NAME`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGE_PART_BYTES = 1 << 26
 
 _ARGUMENTS = "Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight"
 
-_LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library("autopar_ops", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"cross_entropy_backward(Tensor grad_output, Tensor self, {_ARGUMENTS}) -> Tensor")
 _LIBRARY.define(f"cross_entropy_backward_(Tensor grad_output, Tensor(a!) self, {_ARGUMENTS}) -> Tensor(a!)")
 
@@ -71,8 +71,8 @@ def _the_scores(grad_output: torch.Tensor, scores: torch.Tensor, *_: Any) -> tor
 
 _LIBRARY.impl("cross_entropy_backward", cross_entropy_backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("cross_entropy_backward_", _cross_entropy_backward_, "CompositeExplicitAutograd")
-torch.library.register_fake("autopar::cross_entropy_backward", _as_scores, lib=_LIBRARY)
-torch.library.register_fake("autopar::cross_entropy_backward_", _the_scores, lib=_LIBRARY)
+torch.library.register_fake("autopar_ops::cross_entropy_backward", _as_scores, lib=_LIBRARY)
+torch.library.register_fake("autopar_ops::cross_entropy_backward_", _the_scores, lib=_LIBRARY)
 
-CROSS_ENTROPY_BACKWARD: Any = torch.ops.autopar.cross_entropy_backward.default
-CROSS_ENTROPY_BACKWARD_: Any = torch.ops.autopar.cross_entropy_backward_.default
+CROSS_ENTROPY_BACKWARD: Any = torch.ops.autopar_ops.cross_entropy_backward.default
+CROSS_ENTROPY_BACKWARD_: Any = torch.ops.autopar_ops.cross_entropy_backward_.default

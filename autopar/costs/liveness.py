@@ -123,7 +123,7 @@ _INTO_FIRST = frozenset(
         "masked_fill.Scalar", "_log_softmax.default",
     )
 )  # fmt: skip
-_INTO_SCORES = "autopar.cross_entropy_backward.default"
+_INTO_SCORES = "autopar_ops.cross_entropy_backward.default"
 _INTO_SECOND = frozenset({"aten.add.Tensor", "aten.mul.Tensor"})
 _INTO_ANY = frozenset(
     f"aten.{name}_backward.default"

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ class Runner:
         self._profiler = profiler
         self._autocast = autocast
         self._modes: tuple[tuple[str, bool], ...] = ()
-        self._modules: tuple[nn.Module, ...] = ()
+        self._modules: tuple[ref[nn.Module], ...] = ()
         self.decisions = squeeze(decisions)
         self.ranks = ranks
         self.pipeline = pipeline
@@ -109,12 +110,17 @@ class Runner:
     def know_modes(self, model: nn.Module, copied: nn.Module) -> None:
         """Note which modules of the model that was planned train, and those whose modes the calls are to have."""
         self._modes = tuple((name, each.training) for name, each in model.named_modules())
-        self._modules = tuple(copied.modules())
+        self.watch(copied)
+
+    def watch(self, called: nn.Module) -> None:
+        """Note that it is `called` that is called, and has the modes that count; it is not kept alive."""
+        self._modules = tuple(ref(each) for each in called.modules())
 
     def _check_modes(self) -> None:
         """Raise where a module trains that did not when the program was captured, or the reverse."""
-        now = [each.training for each in self._modules]
-        if not now:
+        alive = [each() for each in self._modules]
+        now = [each.training for each in alive if each is not None]
+        if not now or len(now) < len(self._modes):
             return
         planned = [trains for _, trains in self._modes] if now[0] is self._modes[0][1] else [now[0]] * len(now)
         if now != planned:

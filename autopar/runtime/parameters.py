@@ -155,13 +155,17 @@ class _Placer:
         return parameter_like(old, whole)
 
 
+_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
+"""Attributes in which a DTensor is what it is: a copy has its own, or none."""
+
+
 def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     """Return a parameter with the attributes and hooks that the user put on the old one.
 
     The tables of hooks are shared, so that the handles which the user has still remove them.
     """
     made = nn.Parameter(value, requires_grad=old.requires_grad)
-    made.__dict__.update(old.__dict__)
+    made.__dict__.update({name: each for name, each in old.__dict__.items() if name not in _OF_DTENSORS})
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(old, table)
         if hooks:

@@ -79,3 +79,5 @@ def take_over(waiting: nn.Module, built: nn.Module) -> None:
             swapped.add(id(old))
         slot.table[slot.key] = old
     waiting.__dict__.update(built.__dict__)
+    if runner is not None:
+        runner.watch(waiting)

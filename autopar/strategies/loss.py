@@ -133,7 +133,7 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.nll_loss2d_forward.default": _nll_forward,
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.nll_loss2d_backward.default": _nll_backward,
-    "autopar.cross_entropy_backward.default": _cross_entropy_backward,
+    "autopar_ops.cross_entropy_backward.default": _cross_entropy_backward,
     **{f"aten.{name}.default": _elementwise for name in (*_ELEMENTS, "binary_cross_entropy_with_logits")},
     **{f"aten.{name}_backward.default": _elementwise_backward for name in _ELEMENTS},
     "aten.multi_margin_loss.default": _margin,

@@ -11,7 +11,7 @@ from autopar.capture import capture
 from autopar.own_operators import CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_BACKWARD_
 
 ATEN = torch.ops.aten
-MERGED = "autopar.cross_entropy_backward.default"
+MERGED = "autopar_ops.cross_entropy_backward.default"
 
 
 class Classifier(nn.Module):

@@ -66,6 +66,17 @@ def test_a_part_frozen_before_planning_stays_so_and_evaluation_is_of_all():
         mine(x)
 
 
+def test_a_model_planned_at_its_first_call_goes_into_evaluation_as_a_whole():
+    x, model = torch.randn(8, 4), Noisy()
+    mine = autopar.compile(copy.deepcopy(model), "cpu:1")
+    torch.manual_seed(3)
+    wanted = model(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(mine(x), wanted)
+
+    torch.testing.assert_close(mine.eval()(x), model.eval()(x))
+
+
 class Layers(Noisy):
     """Nothing that depends on a mode."""
 

@@ -260,7 +260,7 @@ def losses() -> Iterator[Case]:
         grad = f(*loss.shape)
         yield c(f"{kind}_forward.default", *args)
         yield c(f"{kind}_backward.default", grad, *args, total)
-        yield c("autopar.cross_entropy_backward.default", grad, *args, total)
+        yield c("autopar_ops.cross_entropy_backward.default", grad, *args, total)
     scores, target = torch.log_softmax(f(8, 12), 1), i(4, 8)
     yield c("nll_loss_forward.default", scores, target, None, 1, 2)
     yield c("nll_loss_backward.default", f(), scores, target, None, 1, 2, torch.tensor(5.0, dtype=torch.float64))

@@ -34,5 +34,5 @@ def b(*shape: int) -> torch.Tensor:
 
 def c(target: str, *args: Any, shapes_only: bool = False, **kwargs: Any) -> Case:
     """Return a call of `aten.TARGET`, or of another library's operator named in full."""
-    name = target if target.startswith(("prims.", "transformers.", "autopar.")) else f"aten.{target}"
+    name = target if target.startswith(("prims.", "transformers.", "autopar_ops.")) else f"aten.{target}"
     return Case(name, args, kwargs, shapes_only)

@@ -39,7 +39,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     "aten.nll_loss2d_forward.default": loss.nll_loss,
     "aten.nll_loss_backward.default": loss.nll_loss_backward,
     "aten.nll_loss2d_backward.default": loss.nll_loss_backward,
-    "autopar.cross_entropy_backward.default": loss.cross_entropy_backward,
+    "autopar_ops.cross_entropy_backward.default": loss.cross_entropy_backward,
     **{
         f"aten.{name}": loss.scaled
         for name in (
