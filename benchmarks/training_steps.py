@@ -126,7 +126,7 @@ def by_source(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             **_errors(mine),
             "rank correlation": "" if ranked is None else f"{ranked:.3f}",
             "memory, mean": f"{mean(memory):.1%}" if memory else "",
-            "too large": sum(_priced(line).is_too_large for line in mine),
+            "too large": sum(_priced(line).is_too_large for line in mine) if "device_bytes" in mine[0] else "",
         }
 
 
