@@ -10,11 +10,9 @@ _ATEN: Any = torch.ops.aten
 _NONE = 0
 """Torch's number for `reduction="none"`."""
 
-_PART_BYTES = {"cpu": 1 << 20}
-"""How much of the logits' gradient is made at a time: what a core's cache holds."""
-
-_LARGE_PART_BYTES = 1 << 26
-"""On other devices: enough that starting a kernel costs nothing beside it."""
+PART_BYTES = {"cpu": 1 << 20, "other": 1 << 26}
+"""How much of the logits' gradient is made at a time: what a core's cache holds; on other devices, enough that starting
+a kernel costs nothing beside it."""
 
 _ARGUMENTS = "Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight"
 
@@ -51,7 +49,7 @@ def _made_in(
     kernel = _ATEN.nll_loss2d_backward.default if scores.dim() == 4 else _ATEN.nll_loss_backward.default
     samples = max(1, scores.shape[0])
     sample_bytes = max(1, scores.numel() * scores.element_size() // samples)
-    count = max(1, _PART_BYTES.get(scores.device.type, _LARGE_PART_BYTES) // sample_bytes)
+    count = max(1, PART_BYTES["cpu" if scores.device.type == "cpu" else "other"] // sample_bytes)
     for first in range(0, scores.shape[0], count):
         rows = slice(first, first + count)
         part = scores[rows]

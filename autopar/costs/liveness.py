@@ -159,7 +159,9 @@ def written_into(graph: Graph) -> frozenset[tuple[str, int]]:
         into = list(zip(op.refs, owners, strict=True))
         for ref, owner in into[1:2] if op.target == _INTO_SCORES else into[: int(ways)]:
             whole = graph.by_name[owner[0]].outputs[owner[1]]
-            own = graph.by_name[owner[0]].kind == "call" and last[owner] == position and owner not in kept
+            maker = graph.by_name[owner[0]]
+            # What forward saves is held by autograd until backward is done, which may be asked for twice.
+            own = maker.kind == "call" and maker.phase == op.phase and last[owner] == position and owner not in kept
             alike = whole is not None and graph.meta(ref) == op.outputs[0] and whole.nbytes == graph.meta(ref).nbytes
             if own and alike and owners.count(owner) == 1:
                 found.add(owner)

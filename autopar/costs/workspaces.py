@@ -17,6 +17,10 @@ from autopar.ir.tensor import TensorMeta
 
 _CONVOLUTION = "aten.convolution.default"
 _CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
+_CROSS_ENTROPY_BACKWARD = "autopar_ops.cross_entropy_backward.default"
+
+PART_BYTES = {"cpu": 1 << 20, "other": 1 << 26}
+"""What cross entropy's backward makes at a time of the gradient that log_softmax is given (`own_operators.py`)."""
 
 
 def workspace_bytes(
@@ -27,8 +31,14 @@ def workspace_bytes(
     On CPUs oneDNN convolves on copies in a blocked layout, unless the kernel is 1 x 1: forward copies what it reads,
     and frees that before the result is put in the plain layout; backward copies the image and the gradient, then the
     blocked weight gradient is put in the plain layout. Held against torch 2.13's allocator on nine shapes (strides,
-    groups, 3 to 256 channels): exact for seven. Workspaces of other kernels and of cuDNN are not modelled: `None`.
+    groups, 3 to 256 channels): exact for seven. Cross entropy's backward holds a part of its gradient. Workspaces of
+    other kernels and of cuDNN are not modelled: `None`.
     """
+    if op.target == _CROSS_ENTROPY_BACKWARD:
+        part = PART_BYTES["cpu" if device_kind == "cpu" else "other"]
+        split = [any(axis.lowering for axis in each.axes) for each in strategies]
+        scores = [local_bytes(metas[1], each.inputs[1], sizes) for each in strategies]
+        return np.array([0.0 if apart else min(held, part) for apart, held in zip(split, scores, strict=True)])
     if device_kind != "cpu" or op.target not in {_CONVOLUTION, _CONVOLUTION_BACKWARD}:
         return None
     backward = op.target == _CONVOLUTION_BACKWARD

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.capture import capture
-from autopar.own_operators import CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_BACKWARD_
+from autopar.costs import workspaces
+from autopar.own_operators import CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_BACKWARD_, PART_BYTES
 
 ATEN = torch.ops.aten
 MERGED = "autopar_ops.cross_entropy_backward.default"
@@ -80,3 +81,7 @@ def test_the_gradient_is_torchs_bit_for_bit(
     assert torch.equal(made, logits.grad)
     assert (made.data_ptr() == scores.data_ptr()) == into
     assert into or torch.equal(scores, before)
+
+
+def test_the_cost_model_knows_how_much_is_made_at_a_time():
+    assert workspaces.PART_BYTES == PART_BYTES
