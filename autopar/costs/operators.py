@@ -46,7 +46,8 @@ _EXTRA_PASSES = {
     "aten._softmax.default": 0.5, "aten._log_softmax.default": 0.5,
     "autopar_ops.cross_entropy_backward.default": 2.0,
 }  # fmt: skip
-"""Further times the largest input is read or written: statistics before the normalisation, scaling after shares."""
+"""Further times the largest input is read or written: statistics before the normalisation,
+and the part of a gradient that cross entropy makes and reads again."""
 
 
 _EVALUATIONS: Mapping[str, float] = {
