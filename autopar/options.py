@@ -113,6 +113,9 @@ class PlanOptions:
     two_level: bool = True
     """Whether collectives run inside the fast links, across them and inside again, where that is faster."""
 
+    keep_outputs: bool | None = None
+    """Whether steps of training keep what a model returns beside its loss of all micro-batches; None: if it fits."""
+
     @classmethod
     def parse(cls, **options: Any) -> PlanOptions:
         """Return the options that keywords name; a value may be text, as on the command line.
@@ -148,6 +151,8 @@ class PlanOptions:
             demanded["overlap"] = False
         if not self.two_level:
             demanded["two_level"] = False
+        if self.keep_outputs is not None:
+            demanded["keep_outputs"] = self.keep_outputs
         return demanded
 
 
@@ -370,6 +375,7 @@ _PARSERS: Mapping[str, Any] = {
     "strict": lambda value: _switch("--strict", value),
     "overlap": lambda value: _switch("--overlap", value),
     "two_level": lambda value: _switch("--two-level", value),
+    "keep_outputs": lambda value: _switch("--keep-outputs", value),
 }
 """How each option is read."""
 

@@ -56,6 +56,7 @@ def _made_in(
         own = grad[rows] if reduction == _NONE else grad
         given = kernel(own, part, target[rows], weight, reduction, ignored, total)
         _ATEN._log_softmax_backward_data.out(given, part, 1, scores.dtype, out=made[rows])
+        del given  # before the next is made
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.costs.issued import Issued
@@ -47,7 +48,6 @@ class BlockCosts:
         seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
         behind, waiting = ({part: [0.0] * count for part in seconds} for _ in range(2))
         apart = weight_gradients(self.graph, self.of)
-        temporary = self._temporary()
         known: dict[str, float] = {}
         launched = {part: [0] * count for part in seconds}
         for op in self.graph.ops:
@@ -75,6 +75,7 @@ class BlockCosts:
             waiting[part] = [whole - each for whole, each in zip(seconds[part], work, strict=True)]
         static = self.static
         saved, kept = self._saved(apart)
+        together, later = self._temporary(()), self._temporary(apart)
         return [
             Unit(
                 forward_s=seconds["forward"][at],
@@ -86,7 +87,8 @@ class BlockCosts:
                 static_bytes=round(sum(static[at])),
                 activation_bytes=round(saved[at]),
                 kept_bytes=round(kept[at]),
-                temporary_bytes=round(temporary[at]),
+                temporary_bytes=round(together[at]),
+                temporary_apart_bytes=round(later[at]),
             )
             for at in range(count)
         ]
@@ -163,8 +165,7 @@ class BlockCosts:
         The latter are of forward or of the input gradients.
         """
         saved, kept = [0.0] * len(self.paths), [0.0] * len(self.paths)
-        base = base_of(self.graph)
-        awaited = {base[ref.op, ref.index] for name in apart for ref in self.graph.by_name[name].refs}
+        awaited = self._awaited(apart)
         for life in lives(self.graph):
             op = self.graph.by_name[life.op]
             meta = op.outputs[life.index]
@@ -178,32 +179,44 @@ class BlockCosts:
                 kept[self.of[op.name]] += held
         return saved, kept
 
-    def _temporary(self) -> list[float]:
-        """Return the most that each block holds at once of what it neither saves for backward nor sums.
+    def _awaited(self, apart: Collection[str]) -> set[tuple[str, int]]:
+        """Return the values that weight gradients `apart` read."""
+        base = base_of(self.graph)
+        return {base[ref.op, ref.index] for name in apart for ref in self.graph.by_name[name].refs}
 
-        A gradient is there for the moment in which it is added to its sum, unless what makes it adds it.
+    def _temporary(self, apart: Collection[str]) -> list[float]:
+        """Return the most that each block holds at once beyond what it saves for backward, sums left out.
+
+        A gradient is there for the moment in which it is added to its sum, unless what makes it adds it. Backward lets
+        go of what forward saved as it goes, but of what weight gradients that come later (`apart`) wait for.
         """
+        awaited, end = self._awaited(apart), len(self.graph.ops)
+        saved = [0.0] * len(self.paths)
         steps: list[dict[int, float]] = [{} for _ in self.paths]
         # Sums themselves are held throughout.
         lives_of = [each for each in lives_of_step(self.graph, accumulates=True) if each.first > 0]
         for life in lives_of:
             op = self.graph.by_name[life.op]
             meta = op.outputs[life.index]
-            if op.kind != "call" or meta is None or self._is_saved(life) or self._joins_stages(op):
+            if op.kind != "call" or meta is None or self._joins_stages(op):
                 continue
             layout = self.outcome.strategy(self.graph.representative(life.op)).outputs[life.index]
             held = local_bytes(meta, layout, self.outcome.links.sizes)
-            mine = steps[self.of[life.op]]
+            last, mine = life.last, steps[self.of[life.op]]
+            if self._is_saved(life):
+                saved[self.of[life.op]] += held
+                last = end if (life.op, life.index) in awaited else last
             mine[life.first] = mine.get(life.first, 0.0) + held
-            mine[life.last + 1] = mine.get(life.last + 1, 0.0) - held
-        peaks = []
-        for mine in steps:
-            now = peak = 0.0
-            for at in sorted(mine):
-                now += mine[at]
-                peak = max(peak, now)
-            peaks.append(peak)
-        return peaks
+            mine[last + 1] = mine.get(last + 1, 0.0) - held
+        for at, op in enumerate(self.graph.ops):
+            working = self.outcome.pricing.holdings.workspace(at)
+            if working is not None:
+                held = float(working[1][self.outcome.options[working[0]]])
+                mine = steps[self.of[op.name]]
+                mine[at] = mine.get(at, 0.0) + held
+                mine[at + 1] = mine.get(at + 1, 0.0) - held
+        peaks = (max(accumulate(mine[at] for at in sorted(mine)), default=0.0) for mine in steps)
+        return [max(0.0, peak - own) for peak, own in zip(peaks, saved, strict=True)]
 
     def _joins_stages(self, op: Op) -> bool:
         """Return whether an operator adds up the gradients that two blocks have of one parameter: each has its own."""

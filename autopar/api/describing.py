@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.api.overlapping import overlapped, pipeline_spans
 from autopar.api.solving import Solved, Solving
 from autopar.api.unlike import peak_share, waiting
+from autopar.costs.held import output_bytes
 from autopar.costs.operators import least_seconds
+from autopar.costs.outcome import Outcome
+from autopar.figures import format_bytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Decisions, Estimates, Warned
 from autopar.ir.stages import stage_of
@@ -29,6 +32,13 @@ class Description:
     floor_s: float
     """What its products take at the peak of all devices: nothing is faster."""
 
+    @property
+    def fits(self) -> bool:
+        """Return whether every rank holds no more than it may."""
+        held = [(each.peak_memory_bytes, each.memory_budget_bytes) for each in self.estimates.per_stage]
+        whole = (self.estimates.peak_memory_bytes, self.estimates.memory_budget_bytes)
+        return all(peak <= budget for peak, budget in (whole, *held))
+
 
 def described(solving: Solving, best: Solved, mesh: Mesh, degrees: Mapping[str, int]) -> Description:
     """Return the decisions and predictions of a solved trial on a mesh, of one stage, whose axes have names.
@@ -48,9 +58,33 @@ def described(solving: Solving, best: Solved, mesh: Mesh, degrees: Mapping[str, 
         estimates = best.pipeline.estimates(estimates)
         estimates = replace(estimates, timeline=pipeline_spans(best.pipeline.timeline))
         decisions = best.pipeline.decisions(decisions, homes, outcome.graph)
+        dropped = best.pipeline.dropped
+    else:
+        dropped, estimates = _with_outputs(outcome, estimates)
+    more = (_outputs_dropped(outcome, dropped),) if dropped and outcome.keep_outputs is None else ()
     return Description(
-        decisions=replace(decisions, recompute=ways_of(best.trial.recompute)),
+        decisions=replace(decisions, recompute=ways_of(best.trial.recompute), outputs_dropped=dropped),
         estimates=replace(estimates, mfu=estimates.mfu * peak_share(cluster, dtype)),
-        warnings=(*found.warnings, *waiting(cluster, decisions.stages, dtype)),
+        warnings=(*found.warnings, *more, *waiting(cluster, decisions.stages, dtype)),
         floor_s=least_seconds(solving.program, cluster.devices),
     )
+
+
+def _with_outputs(outcome: Outcome, estimates: Estimates) -> tuple[tuple[str, ...], Estimates]:
+    """Return the outputs that are not kept over micro-batches, and the estimates with what the others take."""
+    sizes = output_bytes(outcome)
+    fit = estimates.peak_memory_bytes + sum(sizes.values()) <= estimates.memory_budget_bytes
+    if not (fit if outcome.keep_outputs is None else outcome.keep_outputs):
+        return tuple(sizes), estimates
+    memory = replace(estimates.memory, activations=estimates.memory.activations + sum(sizes.values()))
+    return (), replace(estimates, memory=memory, peak_memory_bytes=memory.total)
+
+
+def _outputs_dropped(outcome: Outcome, dropped: Sequence[str]) -> Warned:
+    sizes = output_bytes(outcome)
+    text = (
+        f"training steps return the loss without {', '.join(dropped)}: kept over {outcome.microbatches} micro-batches "
+        f"that is {format_bytes(sum(sizes[name] for name in dropped))} a device, for which there is no room; calls "
+        "under torch.no_grad() return all, and --keep-outputs demands it of training"
+    )
+    return Warned(code="outputs-dropped", text=text)

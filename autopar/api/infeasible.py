@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from math import ceil, prod
 
 from autopar.api.pipelining import Wanted
+from autopar.costs.held import output_bytes
 from autopar.costs.liveness import local_bytes
 from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError
 from autopar.figures import format_bytes
+from autopar.ir.plan import Estimates
 from autopar.options import PlanOptions
 from autopar.search.meshes import DATA
 from cost_models.cluster import ClusterSpec
@@ -106,6 +108,18 @@ def memory(least: Outcome, budget_bytes: int, cluster: ClusterSpec, options: Pla
     lines.append("It holds " + ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size) + ".")
     lines.append("What would make it fit: " + "; ".join(_ways_out(least, budget_bytes, cluster, options)) + ".")
     return InfeasibleError("\n".join(lines))
+
+
+def outputs(outcome: Outcome, estimates: Estimates) -> InfeasibleError:
+    """Return the error about outputs that are to be kept over micro-batches and leave no room for the step."""
+    sizes = output_bytes(outcome)
+    named = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    return InfeasibleError(
+        f"--keep-outputs: what the model returns beside its loss ({named} a device over {outcome.microbatches} "
+        f"micro-batches) and the fastest step that fits without it need {format_bytes(estimates.peak_memory_bytes)} of "
+        f"{format_bytes(estimates.memory_budget_bytes)}; leave --keep-outputs out, give --memory-margin a smaller "
+        "share, or --fix recompute=full to make room"
+    )
 
 
 def _largest(least: Outcome) -> list[tuple[int, str]]:

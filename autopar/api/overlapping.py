@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from autopar.costs.outcome import Outcome
 from autopar.costs.tasks import tasks_of
@@ -59,7 +60,7 @@ def overlapped(
         return _described(plain, mesh, degrees, estimates, None)
     spare_bytes = max(0, estimates.memory_budget_bytes - plain.memory().total)
     for merging in (replace(outcome, spare_bytes=spare_bytes), outcome, plain):
-        tasks = tasks_of(merging, mesh)
+        tasks = _tasks(merging, mesh)
         left_bytes = estimates.memory_budget_bytes - merging.memory().total
         if left_bytes >= 0:
             break
@@ -72,7 +73,7 @@ def _described(
 ) -> Overlapped:
     """Return the decisions that a schedule stands for, and what is predicted of the step that follows it."""
     decisions = outcome.decisions(mesh, degrees)
-    tasks = tasks_of(outcome, mesh)
+    tasks = _tasks(outcome, mesh)
     order = range(len(tasks)) if found is None else found.order
     streams = {} if found is None else own_streams(tasks, order)
     tasks = tuple(on_streams(tasks, streams))
@@ -106,6 +107,28 @@ def _described(
     memory = replace(held, temporary=held.temporary + more_bytes)
     estimates = replace(estimates, memory=memory, peak_memory_bytes=memory.total, timeline=spans(tasks, order, step))
     return Overlapped(decisions, estimates, warnings)
+
+
+def _tasks(outcome: Outcome, mesh: Mesh) -> tuple[Task, ...]:
+    """Return the step as tasks that hold, in the order given, what the outcome's curve of memory has.
+
+    Other orders then differ from that curve by the results that they keep longer or make earlier. Of a collective the
+    curve has no place of its own; what is beside it is the least of the operators around it.
+    """
+    tasks = tasks_of(outcome, mesh)
+    curve, position = outcome.memory_curve, outcome.graph.position
+    held = held_bytes(tasks, range(len(tasks)))
+    beside = [
+        None if task.communicates else round(float(curve[position[task.name]])) - own
+        for task, own in zip(tasks, held, strict=True)
+    ]
+    before, behind = [*accumulate(beside, _latest)], [*accumulate(reversed(beside), _latest)][::-1]
+    around = [min((each for each in both if each is not None), default=0) for both in zip(before, behind, strict=True)]
+    return tuple(replace(task, beside_bytes=size) for task, size in zip(tasks, around, strict=True))
+
+
+def _latest(before: int | None, own: int | None) -> int | None:
+    return before if own is None else own
 
 
 def _ahead(task: Task, before: Task) -> Ahead:

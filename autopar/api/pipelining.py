@@ -10,6 +10,7 @@ from math import prod
 from autopar.api.block_costs import BlockCosts
 from autopar.api.crossings import Crossings
 from autopar.api.places import Places
+from autopar.costs.held import output_bytes
 from autopar.costs.outcome import Outcome
 from autopar.ir import stages as blocks
 from autopar.ir.graph import Graph
@@ -19,7 +20,7 @@ from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Timeline
 from autopar.search.assignments import MOST, MOST_INTERLEAVED, Order, Placed, find_placed
 from autopar.search.cuts import Cut, NoCut, even_cut, find_cuts, find_cuts_on, pipeline_costs
-from autopar.search.stages import Assigned, Boundary
+from autopar.search.stages import Assigned, Boundary, temporary_bytes
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
 from autopar.simulate.sharing import shared_cores
@@ -72,6 +73,9 @@ class Pipelined:
 
     devices: tuple[str, ...]
     """Of each pipeline rank, as people read them."""
+
+    dropped: tuple[str, ...] = ()
+    """Outputs beside the loss that are not kept over the micro-batches."""
 
     @property
     def step_s(self) -> float:
@@ -245,6 +249,11 @@ class _Placed:
         self._crossings = Crossings(self.outcome, self.places, of, len(self.paths))
         self._shared = shared_cores(links.cluster, prod(links.sizes[links.time_axes :]))
         batch_bytes = self._of_kind[0].batch_bytes
+        sizes, self._outputs = output_bytes(self.outcome), dict[int, int]()
+        for each in self.outcome.graph.outputs:
+            if each.name in sizes and each.ref is not None:
+                unit = of[each.ref.op]
+                self._outputs[unit] = self._outputs.get(unit, 0) + sizes[each.name]
         self._reserved = [each + batch_bytes for each in self.places.reserved]
 
     def cuts(self, schedule: PipelineSchedule) -> list[Placed] | NoCut:
@@ -307,9 +316,14 @@ class _Placed:
         reserved = [self._reserved[block] for block in order]
         budgets = tuple(places.budgets[block] for block in order)
         peaks = tuple(rank.peak_bytes + taken for rank, taken in zip(timeline.ranks, reserved, strict=True))
+        outputs = [sum(self._outputs.get(at, 0) for at in own) for own in mine]
+        with_outputs = tuple(peak + own for peak, own in zip(peaks, outputs, strict=True))
+        fit = all(held <= budget for held, budget in zip(with_outputs, budgets, strict=True))
+        keeps = fit if self.outcome.keep_outputs is None else self.outcome.keep_outputs
+        peaks = with_outputs if keeps else peaks
         fullest = _fullest(peaks, budgets)
         parts = [round(sum(first.static[at][kind] for at in mine[fullest])) for kind in range(3)]
-        temporary = max(first.units[at].temporary_bytes for at in mine[fullest])
+        temporary = max(temporary_bytes(first.units[at], schedule) for at in mine[fullest])
         activations = max(0, peaks[fullest] - reserved[fullest] - sum(parts) - temporary)
         return Pipelined(
             wanted=wanted,
@@ -329,4 +343,5 @@ class _Placed:
             order=order,
             budgets=budgets,
             devices=tuple(places.devices(block) for block in order),
+            dropped=() if keeps else tuple(output_bytes(self.outcome)),
         )  # fmt: skip

@@ -319,6 +319,8 @@ class Planner:
         graph, options = self.program.graph, self.options
         mesh, degrees = name_axes(outcome, best.trial.mesh)
         found = described(self._solving, best, mesh, degrees)
+        if options.keep_outputs and not found.fits:
+            raise infeasible.outputs(outcome, found.estimates)
         batch = graph.batch_size
         replicas, idle = _splits_of_batch(batch // outcome.microbatches, mesh)
         solver = _solver(best, solved, seconds, options, found.floor_s, self._solving.proves)

@@ -60,6 +60,7 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
         reduce_dtype=plan.constraints.get("reduce_dtype"),
         overlap=plan.constraints.get("overlap"),
         two_level=plan.constraints.get("two_level"),
+        keep_outputs=not decisions.outputs_dropped,
     )
     solving = Solving(graph, cluster, options)
     trial = Trial(_candidate(decisions), depth, _recompute(decisions.recompute))
@@ -83,7 +84,7 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
         ),
         alternatives=(),
         warnings=(
-            *(each for each in plan.warnings if each.code == "no-rule"),
+            *(each for each in plan.warnings if each.code in {"no-rule", "outputs-dropped"}),
             *found.warnings,
             *_too_large(found.estimates.peak_memory_bytes, found.estimates.memory_budget_bytes, cluster),
         ),
@@ -180,7 +181,9 @@ class _Decided:
             frozenset(each.reduce for each in parameters),
             self.options.reduce_dtype == "fp32",
         ).build()
-        return Outcome(self.graph, pricing, self.links, self._options(pricing), self.options.optimizer)
+        keep = self.options.keep_outputs
+        optimizer = self.options.optimizer
+        return Outcome(self.graph, pricing, self.links, self._options(pricing), optimizer, keep_outputs=keep)
 
     def _options(self, pricing: Pricing) -> tuple[int, ...]:
         """Return the place of each node's decided option."""

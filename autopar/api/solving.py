@@ -246,7 +246,8 @@ class Solving:
     def outcome(self, one: Waiting, wishes: Wishes, solution: Solution) -> Outcome:
         """Return what a solution stands for."""
         graph = self.graph(one.trial.recompute, wishes)
-        return Outcome(graph, one.pricing, one.links, solution.options, self.optimizer)
+        keep = self.options.keep_outputs
+        return Outcome(graph, one.pricing, one.links, solution.options, self.optimizer, keep_outputs=keep)
 
     def _solve_staged(
         self, one: Waiting, wishes: Wishes, ways: Sequence[Wanted], best_s: float, left_s: float, cuts: Sequence[str]

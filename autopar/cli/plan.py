@@ -76,6 +76,13 @@ def plan(
         bool,
         typer.Option("--two-level/--no-two-level", help="Collectives inside nodes and across where that is faster."),
     ] = True,
+    keep_outputs: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-outputs/--drop-outputs",
+            help="What the model returns beside its loss, over all micro-batches of a step [kept if it fits].",
+        ),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="An operator without a sharding rule is an error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan on stdout.")] = False,
 ) -> int:
@@ -100,6 +107,7 @@ def plan(
         top_k=top_k,
         overlap=overlap,
         two_level=two_level,
+        keep_outputs=keep_outputs,
         strict=strict,
     )
     return _plan(model, cluster, options, output, as_json)

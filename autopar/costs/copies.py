@@ -74,6 +74,15 @@ class Copies:
         left = Beside(tail, tuple((first, last + 1, end) for first, last in lives))
         return CopyLife(lives, held, beside=_any(left, *self._gathering()))
 
+    @property
+    def summed(self) -> CopyLife:
+        """Return reduced sums over micro-batches: from the last micro-batch on, with what their reduction takes."""
+        if self._base not in {name for name, _ in gradients_of(self.graph)}:
+            return self.plain
+        end = len(self.graph.ops)
+        held, _ = self._scattered()
+        return CopyLife(tuple((first, end) for first, _ in self.lives), held, beside=self._gathering())
+
     def early(self, inside: npt.NDArray[np.bool_], *, alone: bool) -> CopyLife:
         """Return gradients of micro-batches, of which each reduces its own where `inside` says so of a demand.
 
@@ -81,7 +90,7 @@ class Copies:
         reduction takes, until it is waited for. Where several readers share copies (not `alone`), these may be bought
         without being read, and so must not save anything.
         """
-        found = self.plain
+        found = self.summed
         if self._base not in {name for name, _ in gradients_of(self.graph)}:
             return found
         until, end = settled_at(self.graph), len(self.graph.ops)

@@ -13,7 +13,7 @@ from autopar.costs.liveness import base_of, gradients_of, is_term, local_bytes, 
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.timing import pairs
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Layout
+from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Memory
 from autopar.ir.reshard import PACKED_BYTES, SUMMED_BYTES
 from autopar.ir.table import Floats
@@ -73,6 +73,23 @@ def held_curve(outcome: Outcome) -> Floats:
     copies = [pairs(group, outcome.options) for group in outcome.pricing.table.groups]
     held = outcome.pricing.table.memory_curve(outcome.options, copies) + outcome.merging_bytes()
     return np.asarray(held - _freed_bytes(outcome, outcome.needed_until), dtype=np.float64)
+
+
+def output_bytes(outcome: Outcome) -> dict[str, int]:
+    """Return what each output takes that is put together from the rows of all micro-batches, on a rank that makes it.
+
+    Scalars and what is added up over micro-batches are left out, and everything where there is one micro-batch.
+    """
+    if outcome.microbatches == 1:
+        return {}
+    found = {}
+    for each in outcome.graph.outputs:
+        if each.kind != "output" or each.ref is None:
+            continue
+        meta, layout = outcome.graph.meta(each.ref), outcome.output_layout(each.name)
+        if meta.shape and isinstance(layout[0], Shard):
+            found[each.name] = round(outcome.microbatches * local_bytes(meta, layout, outcome.links.sizes))
+    return found
 
 
 def needed_until(outcome: Outcome) -> dict[tuple[str, int], int]:

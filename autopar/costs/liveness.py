@@ -191,11 +191,14 @@ def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
     """Return how long values live in a step.
 
     Gradients that add up over micro-batches are there from the start, and beside them that of one micro-batch which is
-    being added, but for products, which add themselves.
+    being added, but for products, which add themselves. A micro-batch's own outputs end with its forward: of all
+    together, `held.output_bytes` tells.
     """
     if not accumulates:
         return lives(graph)
     base = base_of(graph)
+    returned = {base[o.ref.op, o.ref.index] for o in graph.outputs if o.ref is not None and o.kind == "output"}
+    forward_end = max((at for at, op in enumerate(graph.ops) if op.phase == "forward"), default=0)
     other = {base[o.ref.op, o.ref.index] for o in graph.outputs if o.ref is not None and o.kind != "gradient"}
     summed, read = gradients_of(graph) - other, _last_read(graph)
     found = []
@@ -205,6 +208,8 @@ def lives_of_step(graph: Graph, *, accumulates: bool) -> list[Life]:
             found.append(replace(each, first=0))
         elif key in summed:
             found += [replace(each, last=max(each.first, read.get(key, 0))), replace(each, first=0)]
+        elif key in returned and each.first > 0:
+            found.append(replace(each, last=max(forward_end, read.get(key, 0))))
         else:
             found.append(each)
     return found

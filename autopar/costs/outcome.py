@@ -56,6 +56,9 @@ class Outcome:
     spare_bytes: int = 0
     """What may be held on top of what the search counted, to gather parameters together or ahead of their use."""
 
+    keep_outputs: bool | None = None
+    """Whether outputs beside the loss are kept over micro-batches; `None`: if they fit."""
+
     @property
     def microbatches(self) -> int:
         """Return how many micro-batches a step has."""

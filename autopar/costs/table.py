@@ -335,7 +335,9 @@ class Builder:
             return copies.kept
         if sharing.category == "reduction" and self._microbatches == 1:
             return copies.reduced
-        return copies.early(inside, alone=alone) if inside.any() else copies.plain
+        if inside.any():
+            return copies.early(inside, alone=alone)
+        return copies.summed if sharing.category == "reduction" else copies.plain
 
     def _inside(self, sharing: Sharing, reader: Reader, options: int) -> list[bool]:
         """Return, by option of a reader, whether it reads a gradient's reduction made in each micro-batch.

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.costs.liveness import local_bytes
 from autopar.ir.graph import Graph, Op
-from autopar.ir.placement import Shard, local_outer
+from autopar.ir.placement import Shard, local_outer, local_shape
 from autopar.ir.reshard import Step
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
@@ -37,8 +37,13 @@ def workspace_bytes(
     if op.target == _CROSS_ENTROPY_BACKWARD:
         part = PART_BYTES["cpu" if device_kind == "cpu" else "other"]
         split = [any(axis.lowering for axis in each.axes) for each in strategies]
-        scores = [local_bytes(metas[1], each.inputs[1], sizes) for each in strategies]
-        return np.array([0.0 if apart else min(held, part) for apart, held in zip(split, scores, strict=True)])
+        parts = []
+        for each, apart in zip(strategies, split, strict=True):
+            whole = local_bytes(metas[1], each.inputs[1], sizes)
+            rows = 1 if each.inputs[1] is None else local_shape(metas[1].shape, each.inputs[1], sizes)[0]
+            # A sample is never cut: that of an image may be more than a part.
+            parts.append(0.0 if apart else min(whole, max(part, whole / max(rows, 1))))
+        return np.array(parts)
     if device_kind != "cpu" or op.target not in {_CONVOLUTION, _CONVOLUTION_BACKWARD}:
         return None
     backward = op.target == _CONVOLUTION_BACKWARD

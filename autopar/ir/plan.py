@@ -155,6 +155,9 @@ class Decisions:
     """By output name: how the micro-batches' outputs make the step's (`Partial`: added up, `Shard(0)`: one behind the
     other, `Replicate`: any of them), where there are several."""
 
+    outputs_dropped: tuple[str, ...] = ()
+    """Outputs beside the loss that steps of training do not keep of their micro-batches, since they would not fit."""
+
     collectives: tuple[Collective, ...]
     buckets: tuple[Bucket, ...] = ()
     """Collectives that travel together; every other one goes by itself."""

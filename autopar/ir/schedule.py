@@ -102,6 +102,11 @@ class PipelineSchedule:
         """Return whether sends and receives are written out."""
         return any(action.kind not in COMPUTE for actions in self.actions for action in actions)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether weight gradients come later than input gradients."""
+        return any(action.kind == "W" for actions in self.actions for action in actions)
+
     def compute_only(self) -> PipelineSchedule:
         """Return the schedule without its sends and receives."""
         if not self.has_transfers:

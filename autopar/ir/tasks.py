@@ -38,6 +38,10 @@ class Task:
     kept: bool = False
     """Whether its result outlives the step."""
 
+    beside_bytes: int = 0
+    """What the device holds while this runs that no task made: parameters, a workspace; below zero where results of
+    tasks share memory."""
+
     module: str = ""
     gathers: str = ""
     """Of a gather of parameters, what it gathers, as the plan names it."""

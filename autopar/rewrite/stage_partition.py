@@ -66,6 +66,7 @@ def rewrite_stages(
         totals=totals.program if totals is not None else None,
         total_names=totals.names if totals is not None else (),
         outputs=tuple((name, _combined(in_time[name]) if name in in_time else how) for name, how in made.outputs),
+        dropped=decisions.outputs_dropped,
     )
 
 

@@ -112,6 +112,9 @@ class StagedPrograms:
     outputs: tuple[tuple[str, Combine], ...] = ()
     """How the micro-batches' outputs make the step's: summed, laid end to end along dimension 0, or any of them."""
 
+    dropped: tuple[str, ...] = ()
+    """Outputs that steps of training do not put together."""
+
     draws: bool = False
     """Whether any stage draws random numbers of its own: all ranks then need the step's seed."""
 

@@ -91,7 +91,7 @@ class StagedBound:
             number: StageRun(each, self._compiled, backward=backward, microbatches=count, device=device)
             for number, each in staged.stages.items()
         }
-        return Way(routes(schedule, staged.transfers, self._pipeline.index), runs)
+        return Way(routes(schedule, staged.transfers, self._pipeline.index), runs, trains=backward)
 
     def _bind_inputs(self) -> dict[str, Input]:
         """Note the shape of each input, and how micro-batches share it."""
@@ -259,7 +259,9 @@ class StagedBound:
     def non_differentiable(self, outputs: Sequence[Any]) -> list[Any]:
         """Return the outputs that stay out of autograd's graph; a gradient into others beside the loss is an error."""
         metas = [value.meta for value in self.program.outputs]
-        return [out for out, meta in zip(outputs, metas, strict=True) if meta is None or not meta.is_floating]
+        pairs = zip(outputs, metas, strict=True)
+        plain = [out for out, meta in pairs if meta is None or not meta.is_floating]
+        return [out for out in plain if isinstance(out, torch.Tensor)]
 
     def scaled(self, gradients: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> list[Any]:
         """Return the gradients for the tangents that arrive at the user outputs, as the parameters hold them.

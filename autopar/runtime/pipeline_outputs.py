@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autopar._torch import dtensor_of, dtensor_spec, local_of
 from autopar.ir.placement import Replicate, Shard
+from autopar.runtime.dropped import Dropped
 from autopar.runtime.errors import group_lost
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.placing import dtensor_placements, own_part
@@ -32,22 +33,33 @@ class Outputs:
         self._rank_of = rank_of
         self._microbatches = program.schedule.microbatches
         self._combine = dict(program.staged.outputs)
+        self._droppable = program.staged.dropped
         self._values = program.outputs
         split = [each.layout for each in program.inputs if each.name in program.split_inputs]
         self._brought = [i for i, each in enumerate(split[0]) if isinstance(each, Shard)] if split else []
         self._specs = {each.name: self._spec(each) for each in self._values}
+        self._in_order = {each.name for each in self._values if not self._scattered_rows(each)}
         self._parts: dict[str, list[Any]] = {}
+        self._dropped: frozenset[str] = frozenset()
 
-    def begin(self) -> None:
-        """Start a step."""
+    def begin(self, *, trains: bool) -> None:
+        """Start a step, with backward or forward only."""
         self._parts.clear()
+        self._dropped = frozenset(self._droppable if trains else ())
 
     def add(self, microbatch: int, made: Mapping[str, torch.Tensor]) -> None:
-        """Take a micro-batch's parts; of a sum only the sum is held, of equal parts the first."""
+        """Take a micro-batch's parts; of a sum only the sum is held, of equal parts the first, of rows all in one."""
         for name, part in made.items():
+            if name in self._dropped:
+                continue
             held = self._parts.get(name)
             combine = self._combine[name]
-            if combine == "stack":
+            if combine == "stack" and self._microbatches > 1 and name in self._in_order:
+                if held is None:
+                    rows = (self._microbatches * part.shape[0], *part.shape[1:])
+                    held = self._parts[name] = [torch.empty(rows, dtype=part.dtype, device=part.device)]
+                held[0].narrow(0, microbatch * part.shape[0], part.shape[0]).copy_(part)
+            elif combine == "stack":
                 self._parts.setdefault(name, [None] * self._microbatches)[microbatch] = part
             elif held is None:
                 self._parts[name] = [part]
@@ -60,8 +72,11 @@ class Outputs:
         Raises:
             PeerLostError: the stage that makes a scalar stopped.
         """
-        found = []
+        found: list[Any] = []
         for value in self._values:
+            if value.name in self._dropped:
+                found.append(Dropped(value.name, self._microbatches))
+                continue
             parts = self._parts.pop(value.name, None)
             local = None if parts is None else parts[0] if len(parts) == 1 else self._stacked(value, parts)
             if value.meta is not None and not value.meta.shape:
@@ -76,12 +91,9 @@ class Outputs:
     def _stacked(self, value: Value, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return this rank's rows of an output of which it has rows of every micro-batch.
 
-        Where ranks bring their own rows of the batch, these are the rows in order. Where programs split each
-        micro-batch, a rank has every so many rows, and ranks exchange them.
+        Where programs split each micro-batch, a rank has every so many rows, and ranks exchange them.
         """
-        axes = [i for i, each in enumerate(value.layout) if isinstance(each, Shard) and each.dim == 0]
-        if not axes or self._brought == axes:
-            return torch.cat(parts)
+        axes = self._scattered_rows(value)
         from torch.distributed import tensor as dt
 
         mesh, count = self._pipeline.groups.mesh, len(parts)
@@ -96,6 +108,11 @@ class Outputs:
             return found
         rows = tuple(each if i in axes else Replicate() for i, each in enumerate(value.layout))
         return own_part(found, rows, mesh, self._pipeline.groups.rank).contiguous()
+
+    def _scattered_rows(self, value: Value) -> list[int]:
+        """Return the axes that split the rows of each micro-batch; none where ranks bring their own rows, in order."""
+        axes = [i for i, each in enumerate(value.layout) if isinstance(each, Shard) and each.dim == 0]
+        return [] if self._brought == axes else axes
 
     def _everywhere(self, value: Value, local: torch.Tensor | None) -> torch.Tensor:
         """Return a scalar of one stage on all ranks, in memory that no program knows."""

@@ -32,6 +32,7 @@ class Way:
 
     routes: Routes
     stages: Mapping[int, StageRun]
+    trains: bool
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Step:
         sources, routes = self._sources, self._way.routes
         for stage in self._way.stages.values():
             stage.reset()
-        sources.outputs.begin()
+        sources.outputs.begin(trains=self._way.trains)
         seed = None if sources.seeds is None else sources.seeds.draw()
         self._add_up()
         for stage in self._way.stages.values():

@@ -165,6 +165,10 @@ class StagedPrograms(Protocol):
     def outputs(self) -> Sequence[tuple[str, str]]:
         """Return the user outputs, and how micro-batches' parts make each: `sum`, `stack` or `same`."""
 
+    @property
+    def dropped(self) -> Sequence[str]:
+        """Return the user outputs that steps with backward do not put together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinedProgram:

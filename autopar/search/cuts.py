@@ -12,7 +12,7 @@ from autopar.ir.pipeline import Edge, PipelineCosts, StageCost
 from autopar.ir.schedule import PipelineSchedule
 from autopar.search.interleaved import Bounded, least_bytes_interleaved, least_step_interleaved
 from autopar.search.neighbours import nearby
-from autopar.search.stages import Assigned, Boundary, Stages, Unit, kept_bytes
+from autopar.search.stages import Assigned, Boundary, Stages, Unit, kept_bytes, temporary_bytes
 from autopar.search.threshold import Chain, least_largest, least_step
 
 
@@ -152,7 +152,7 @@ def pipeline_costs(
     stops = (*first_units[1:], len(units))
     own_units = [units if on_rank is None else on_rank[rank] for rank in schedule.rank_of]
     runs = [mine[start:stop] for mine, start, stop in zip(own_units, first_units, stops, strict=True)]
-    temporary = [max(unit.temporary_bytes for unit in run) for run in runs]
+    temporary = [max(temporary_bytes(unit, schedule) for unit in run) for run in runs]
     edges = [boundaries[start - 1] for start in first_units[1:]]
     made = []
     for stage, (run, rank) in enumerate(zip(runs, schedule.rank_of, strict=True)):

@@ -41,7 +41,10 @@ class Unit:
     """Of these, what waits for the weight gradient where that comes later; None: all of them."""
 
     temporary_bytes: int = 0
-    """The most that the unit holds beside, while it runs."""
+    """The most that the unit holds beyond its activations while it runs; its backward lets go of these one by one."""
+
+    temporary_apart_bytes: int | None = None
+    """The same where weight gradients come later, until when backward keeps what they read; None: no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +164,7 @@ class Stages:
         self.kept = self._sums([kept_bytes(unit) for unit in units])
         received = np.array([0, *(each.value_bytes for each in boundaries), 0], dtype=np.float64)
         self.received: Floats = received[self._ends][self._start]
-        self.temporary = self._largest([unit.temporary_bytes for unit in units])
+        self.temporary = self._largest([temporary_bytes(unit, schedule) for unit in units])
         self.less_bytes = np.array(assigned.less_bytes, dtype=np.float64)
 
     def first_units(self, cut: Ints) -> tuple[int, ...]:
@@ -259,6 +262,12 @@ def _rounded(own: Floats, crossing: Floats) -> tuple[Floats, Floats]:
 def kept_bytes(unit: Unit) -> int:
     """Return what of a unit's activations waits for its weight gradient."""
     return unit.activation_bytes if unit.kept_bytes is None else unit.kept_bytes
+
+
+def temporary_bytes(unit: Unit, schedule: PipelineSchedule) -> int:
+    """Return the most that a unit holds beyond its activations while it runs under a schedule."""
+    apart = unit.temporary_apart_bytes
+    return unit.temporary_bytes if apart is None or not schedule.splits_backward else apart
 
 
 class _Kind(NamedTuple):

@@ -33,7 +33,7 @@ class Replay:
 
     step_s: float
     peak_bytes: int
-    """Most bytes held at once of what tasks make."""
+    """Most bytes held at once."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ def replay(tasks: Sequence[Task], order: Sequence[int]) -> Replay:
 
 
 def peak_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
-    """Return the most bytes held at once: from the making of each result to its last reader in this order."""
+    """Return the most bytes held at once: results from their making to their last reader, and what is beside them."""
     return max(held_bytes(tasks, order), default=0)
 
 
@@ -140,5 +140,5 @@ def held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> list[int]:
     held, curve = 0, []
     for at in range(len(order)):
         held += change[at]
-        curve.append(held)
+        curve.append(held + tasks[order[at]].beside_bytes)
     return curve

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import autopar
 from autopar.capture import capture
 from autopar.costs import workspaces
 from autopar.own_operators import CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_BACKWARD_, PART_BYTES
+from autopar.runtime.witness import allocated, storage_bytes
 
 ATEN = torch.ops.aten
 MERGED = "autopar_ops.cross_entropy_backward.default"
@@ -85,3 +87,28 @@ def test_the_gradient_is_torchs_bit_for_bit(
 
 def test_the_cost_model_knows_how_much_is_made_at_a_time():
     assert workspaces.PART_BYTES == PART_BYTES
+
+
+class Segmentation(nn.Module):
+    """Two images, each with more scores than are made at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classify = nn.Conv2d(4, 32, 1)
+
+    def forward(self, image: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.classify(image), labels)
+
+
+def test_a_sample_larger_than_a_part_is_counted_whole():
+    image, labels = torch.randn(2, 4, 256, 256), torch.randint(32, (2, 256, 256))
+    model = Segmentation()
+    plan = autopar.plan(model, "cpu:1", example_inputs=(image, labels), optimizer="none")
+    compiled = autopar.compile(model, "cpu:1", example_inputs=(image, labels), plan=plan)
+    compiled(image, labels).backward()
+
+    held, _ = allocated(lambda: compiled(image, labels).backward())
+
+    measured = held + storage_bytes([*compiled.parameters(), image, labels])
+    predicted = plan.estimates.peak_memory_bytes - plan.estimates.memory.reserved
+    assert predicted == pytest.approx(measured, rel=0.02)

@@ -83,6 +83,7 @@ class Staged:
     totals: fx.GraphModule | None
     total_names: tuple[str, ...]
     outputs: tuple[tuple[str, str], ...]
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
