@@ -13,10 +13,12 @@ from autopar.costs.liveness import base_of, gradients_of, is_term, local_bytes, 
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.timing import pairs
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Layout, Shard
+from autopar.ir.placement import Layout, Shard, local_outer
 from autopar.ir.plan import Memory
-from autopar.ir.reshard import PACKED_BYTES, SUMMED_BYTES
+from autopar.ir.reshard import PACKED_BYTES, SUMMED_BYTES, route
+from autopar.ir.roles import is_view
 from autopar.ir.table import Floats
+from autopar.ir.tensor import TensorMeta
 
 if TYPE_CHECKING:
     from autopar.costs.outcome import Outcome
@@ -100,22 +102,38 @@ def needed_until(outcome: Outcome) -> dict[tuple[str, int], int]:
     graph, base, end = outcome.graph, base_of(outcome.graph), len(outcome.graph.ops)
     returned = gradients_of(graph)
     kept = {base[each.ref.op, each.ref.index] for each in graph.outputs if each.ref is not None}
+    # What views a copy has the memory of the copy.
+    viewed: set[tuple[str, int]] = set()
     own: dict[tuple[str, int], int] = {}
     moved: set[tuple[str, int]] = set()
     made: set[tuple[str, int, Layout]] = set()
     for position, op in enumerate(graph.ops):
-        for ref, need in zip(op.refs, outcome.strategy(graph.representative(op.name)).inputs, strict=True):
+        needs = outcome.strategy(graph.representative(op.name)).inputs
+        for slot, (ref, need) in enumerate(zip(op.refs, needs, strict=True)):
             owner = base[ref.op, ref.index]
             have = outcome.layout(graph.representative(ref.op), ref.index)
             copy = (ref.op, ref.index, need)
-            communicates = have != need and bool(outcome.links.route_messages(have, need, graph.meta(ref)))
-            if communicates:
+            apart = have != need and _has_own_memory(outcome.links, have, need, graph.meta(ref))
+            if apart:
                 moved.add(owner)
-            if not (communicates and copy in made):
+            of_copy = (ref.op, ref.index) in viewed
+            if slot == 0 and is_view(op) and (apart or of_copy):
+                viewed.update((op.name, index) for index in range(len(op.outputs)))
+            if not of_copy and not (apart and copy in made):
                 own[owner] = position
             made.add(copy)
     found = {value: at for value, at in own.items() if value in moved}
     return {value: end if value in kept or value in returned else at for value, at in found.items()}
+
+
+def _has_own_memory(links: Links, have: Layout, need: Layout, meta: TensorMeta) -> bool:
+    """Return whether a redistributed copy is more than a view of the first rows of what it is made of."""
+    for step in route(have, need, meta.shape, links.sizes, links.time_axes):
+        to = step.after[step.axis]
+        rows = step.kind == "slice" and isinstance(to, Shard) and to.dim == 0
+        if step.axis >= links.time_axes and not (rows and local_outer(step.after, step.axis, links.sizes) == 1):
+            return True
+    return False
 
 
 def _freed_bytes(outcome: Outcome, needed: Mapping[tuple[str, int], int]) -> Floats:

@@ -72,8 +72,12 @@ def sharers(graph: Graph) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]
         counts, lives = shared.setdefault(sharing, (np.zeros(segments.total), []))
         places = [position for _, position in readers]
         first = graph.position[name] if category == "reduction" else min(places)
+        # Views have the memory of the copy that they view.
         if name in parameters and phase == "both":
-            places.append(_last_read(graph)[name])  # its views have the memory of the copy
+            places.append(_last_read(graph)[name])
+        elif category == "critical":
+            viewing = (graph.ops[at] for (reader, _), at in zip(readers, list(places), strict=True) if reader.slot == 0)
+            places += [_last_read(graph)[op.name] for op in viewing if is_view(op)]
         counts[segments.of_op[graph.ops[first].name]] += 1
         lives.append((first, max(places)))
     return shared
