@@ -39,6 +39,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "microbatch-zero": (2, {"dp_shard": 2, "zero": 3, "microbatch": 2}),
     "pp": (2, {"pp": 2, "microbatch": 2}),
     "recompute": (2, {"dp_replicate": 2, "recompute": "full"}),
+    "zero-recompute": (2, {"dp_shard": 2, "zero": 3, "recompute": "full"}),
     "pp-tp": (4, {"pp": 2, "tp": 2, "microbatch": 2}),
     "pp-zero": (4, {"pp": 2, "dp_shard": 2, "zero": 3, "microbatch": 2}),
     "tp-zero": (4, {"tp": 2, "dp_shard": 2, "zero": 3}),

@@ -136,7 +136,36 @@ def gathered_first(
     be had so. A matrix that forward reads transposed and backward as it lies is so gathered once for both. A cast stays
     before the gather, which moves fewer bytes.
     """
-    first = _first_views(graph, cluster)
+    return _with_views(graph, cluster, option, _first_views(graph, cluster), choices)
+
+
+def gathered_in_phase(
+    graph: Graph, cluster: Cluster, option: tuple[MeshStrategy, ...], choices: Mapping[str, Sequence[MeshStrategy]]
+) -> list[tuple[MeshStrategy, ...]]:
+    """Return an option of a parameter's cluster with views of a gathered view of its phase, one for each set of axes.
+
+    Where a block is computed again, backward reads its matrices transposed for that and as they lie for the gradients
+    of its inputs: one gather serves both. None where no phase views a view that it made itself.
+    """
+    views = {name for name in cluster.members if is_view(graph.by_name[name])}
+    again = set()
+    for name in views:
+        source = _read(graph, graph.by_name[name])
+        if source in views and graph.by_name[source].phase == graph.by_name[name].phase:
+            again.add(name)
+    # A view of one of these follows it.
+    first = frozenset(name for name in again if _read(graph, graph.by_name[name]) not in again)
+    return _with_views(graph, cluster, option, first, choices)
+
+
+def _with_views(
+    graph: Graph,
+    cluster: Cluster,
+    option: tuple[MeshStrategy, ...],
+    first: frozenset[str],
+    choices: Mapping[str, Sequence[MeshStrategy]],
+) -> list[tuple[MeshStrategy, ...]]:
+    """Return the option with the views `first` reading what is gathered, for each set of axes; none if none can be."""
     found = []
     for axes in _gatherable(option[0]) if first else ():
         made: dict[str, MeshStrategy] = dict(zip(cluster.members, option, strict=True))

@@ -35,11 +35,17 @@ class Sharing:
 
 
 @once_per_graph
-def _last_read(graph: Graph) -> dict[str, int]:
-    """Return the position at which each value is last read, by itself or by what views it; its own if it is not."""
+def _last_read(graph: Graph) -> dict[Phase, dict[str, int]]:
+    """Return, by phase, where each value is last read, itself or by what views it there; its own place if nowhere."""
+    return {phase: _last_read_in(graph, phase) for phase in ("forward", "backward", "both")}
+
+
+def _last_read_in(graph: Graph, phase: Phase) -> dict[str, int]:
     found = {op.name: position for position, op in enumerate(graph.ops)}
     for position in reversed(range(len(graph.ops))):
         op = graph.ops[position]
+        if phase != "both" and op.phase != phase:
+            continue
         for slot, ref in enumerate(op.refs):
             through = found[op.name] if slot == 0 and is_view(op) else position
             found[ref.op] = max(found[ref.op], through)
@@ -74,10 +80,11 @@ def sharers(graph: Graph) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]
         first = graph.position[name] if category == "reduction" else min(places)
         # Views have the memory of the copy that they view.
         if name in parameters and phase == "both":
-            places.append(_last_read(graph)[name])
-        elif category == "critical":
-            viewing = (graph.ops[at] for (reader, _), at in zip(readers, list(places), strict=True) if reader.slot == 0)
-            places += [_last_read(graph)[op.name] for op in viewing if is_view(op)]
+            places.append(_last_read(graph)[phase][name])
+        elif category != "reduction":
+            of = phase if name in parameters else "both"
+            viewing = [graph.ops[at] for (reader, _), at in zip(readers, places, strict=True) if reader.slot == 0]
+            places += [_last_read(graph)[of][op.name] for op in viewing if is_view(op)]
         counts[segments.of_op[graph.ops[first].name]] += 1
         lives.append((first, max(places)))
     return shared

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.costs import operators
-from autopar.costs.clusters import Cluster, build, gathered_first
+from autopar.costs.clusters import Cluster, build, gathered_first, gathered_in_phase
 from autopar.costs.copies import Copies
 from autopar.costs.fusion import fused_traffic
 from autopar.costs.links import UNREACHABLE, Links
@@ -151,7 +151,11 @@ class Builder:
                 if True not in once
                 else [each for o in sharded for each in gathered_first(self.graph, cluster, o, self.choices) or [o]]
             )
-            offered = [(o, kept, now) for kept, now in ways for o in (kept_whole if kept else sharded)]
+            in_phase = sharded
+            if False in once:
+                more = (each for o in sharded for each in gathered_in_phase(self.graph, cluster, o, self.choices))
+                in_phase = [*sharded, *more]
+            offered = [(o, kept, now) for kept, now in ways for o in (kept_whole if kept else in_phase)]
             cluster.options = [*whole, *(o for o, _, _ in offered)]
             cluster.once = [False] * len(whole) + [kept for _, kept, _ in offered]
             cluster.early = [False] * len(whole) + [now for _, _, now in offered]
