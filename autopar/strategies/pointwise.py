@@ -185,6 +185,7 @@ _UNTAGGED = (
     "aten._prelu_kernel.default",
     "aten._prelu_kernel_backward.default",
     "aten.relu6.default",
+    "aten.rrelu_with_noise_backward.default",
     "aten.sigmoid_backward.default",
     "aten.silu_backward.default",
     "aten.softplus_backward.default",

@@ -37,13 +37,14 @@ _TWO = (
     "upsample_nearest2d", "upsample_nearest2d_backward", "_upsample_nearest_exact2d",
     "_upsample_nearest_exact2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward",
     "_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa_backward", "upsample_bicubic2d", "upsample_bicubic2d_backward",
-    "_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward",
+    "_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "fractional_max_pool2d_backward",
 )  # fmt: skip
 _THREE = (
     "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "avg_pool3d", "avg_pool3d_backward",
     "max_pool3d_with_indices", "max_pool3d_with_indices_backward", "upsample_nearest3d", "upsample_nearest3d_backward",
     "upsample_trilinear3d", "upsample_trilinear3d_backward", "_upsample_nearest_exact3d",
     "_upsample_nearest_exact3d_backward", "adaptive_max_pool3d", "adaptive_max_pool3d_backward",
+    "fractional_max_pool3d_backward",
 )  # fmt: skip
 
 
