@@ -61,7 +61,7 @@ def _along(*, linear: bool = False, names: Sequence[str] = ("dim",)) -> Callable
     return rule
 
 
-def _leading(last: int, *, linear: bool = False) -> Callable[[Call], Iterator[Strategy]]:
+def leading(last: int, *, linear: bool = False) -> Callable[[Call], Iterator[Strategy]]:
     """Return the rule of an operator that works on the last dimensions, and on each of those before by itself."""
 
     def rule(call: Call) -> Iterator[Strategy]:
@@ -159,10 +159,8 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten._fft_c2c.default": _along(linear=True),
     "aten._fft_r2c.default": _along(linear=True),
     "aten._fft_c2r.default": _along(linear=True),
-    "aten.tril.default": _leading(2, linear=True),
-    "aten.triu.default": _leading(2, linear=True),
-    "aten.linalg_inv_ex.default": _leading(2),
-    "aten.linalg_qr.default": _leading(2),
+    "aten.tril.default": leading(2, linear=True),
+    "aten.triu.default": leading(2, linear=True),
     "aten.histc.default": _histogram,
     "aten.bincount.default": replicate_only,
     "aten.searchsorted.Tensor": _searched("self", "sorted_sequence"),

@@ -207,6 +207,7 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.diagonal.default": _diagonal,
     "aten.diagonal_copy.default": _diagonal,
     "aten.diagonal_backward.default": _diagonal_backward,
+    "aten.diag_embed.default": _diagonal_backward,
     "aten.unfold.default": _unfold,
     "aten.unfold_copy.default": _unfold,
     "aten.unfold_backward.default": _unfold_backward,

@@ -458,7 +458,6 @@ def registry() -> Iterator[Case]:
     yield c("_linalg_det.default", f(4, 3, 3))
     yield c("linalg_matrix_exp.default", f(4, 3, 3))
     yield c("linalg_cross.default", f(4, 3), f(4, 3))
-    yield c("diag_embed.default", f(4, 6))
     yield c("nansum.default", f(4, 6), [1])
     yield c("index_fill.int_Scalar", f(4, 6), 1, i(6, 2), 2.0)
     yield c("adaptive_max_pool1d.default", f(4, 2, 8), [2])

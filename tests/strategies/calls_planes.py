@@ -50,6 +50,17 @@ def matrices() -> Iterator[Case]:
         yield c("linalg_inv_ex.default", x)
         yield c("linalg_qr.default", x)
     yield c("linalg_qr.default", f(4, 3, 3), "r")
+    for x in (f(4, 3, 3), f(4, 2, 3, 5)):
+        yield c("_linalg_svd.default", x)
+        yield c("_linalg_svd.default", x, compute_uv=False)
+        yield c("diag_embed.default", x)
+    yield c("diag_embed.default", f(4, 6), 1, 0, 2)
+    for with_vectors in (True, False):
+        yield c("_linalg_eigh.default", f(4, 3, 3), "L", with_vectors)
+    for left in (True, False):
+        triangle = f(4, 4, 4).tril() + 4 * torch.eye(4)
+        yield c("linalg_solve_triangular.default", triangle, f(4, 4, 4), upper=False, left=left)
+        yield c("linalg_solve_triangular.default", triangle[0], f(2, 4, 4), upper=False, left=left)
     yield c("addmv.default", f(4), f(4, 8), f(8), beta=0.5)
     yield c("addr.default", f(4, 6), f(4), f(6), alpha=2)
     yield c("addbmm.default", f(6, 8), f(4, 6, 2), f(4, 2, 8), beta=2)
