@@ -186,6 +186,8 @@ _UNTAGGED = (
     "aten._prelu_kernel_backward.default",
     "aten.relu6.default",
     "aten.rrelu_with_noise_backward.default",
+    "aten._standard_gamma_grad.default",
+    "aten._dirichlet_grad.default",
     "aten.sigmoid_backward.default",
     "aten.silu_backward.default",
     "aten.softplus_backward.default",

@@ -154,6 +154,7 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.topk.default": _along(),
     "aten.flip.default": _along(linear=True, names=("dims",)),
     "aten.roll.default": _roll,
+    "aten.rot90.default": _along(linear=True, names=("dims",)),
     "aten.glu.default": _along(),
     "aten.glu_backward.default": _along(),
     "aten._fft_c2c.default": _along(linear=True),

@@ -39,6 +39,9 @@ def planes() -> Iterator[Case]:
         window, size = [2] * dims, [2] * dims
         out, places = getattr(aten, f"fractional_max_pool{dims}d")(x, window, size, p(*x.shape[:2], dims))
         yield c(f"fractional_max_pool{dims}d_backward.default", f(*out.shape), x, window, size, places)
+    yield c("rot90.default", f(4, 6, 8), 1, [1, 2])
+    yield c("_standard_gamma_grad.default", p(4, 6), p(4, 6))
+    yield c("_dirichlet_grad.default", p(4, 6), p(4, 6), 2 + p(4, 6))
     yield c("rrelu_with_noise_backward.default", f(4, 6), f(4, 6), p(4, 6), 0.1, 0.3, True, False)
     yield c("_upsample_nearest_exact3d.default", v, [8, 8, 8])
     yield c("_upsample_nearest_exact3d_backward.default", f(2, 2, 8, 8, 8), [8] * 3, [2, 2, 4, 4, 4])
