@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[tuple[int, ...] | int, .
         "x_transformers", "TransformerWrapper",
         {"num_tokens": VOCABULARY, "max_seq_len": 16,
          "attn_layers": ("Encoder", {"dim": 32, "depth": 2, "heads": 4, "alibi_pos_bias": True, "macaron": True,
-                                     "attn_talking_heads": True, "use_scalenorm": True})},
+                                     "use_scalenorm": True})},
         (16,),
     ),
 }  # fmt: skip
