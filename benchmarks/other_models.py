@@ -2,6 +2,7 @@
 
     timm:NAME   torchvision:NAME   diffusers:NAME   vit_pytorch:NAME   smp:CLASS (segmentation_models_pytorch)
     hf:TYPE     any model type of transformers, its default configuration made small
+    MODULE:NAME of `benchmarks.smaller_libraries`
 
 Dropout of every kind is off, so that one device and several compute the same; forward returns the loss.
 """
@@ -19,6 +20,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.own_models import Around
 from benchmarks.shrunk import shrunk_model
+from benchmarks.smaller_libraries import MODELS as SMALLER
+from benchmarks.smaller_libraries import small_model
 
 Example = tuple[nn.Module, dict[str, Any]]
 
@@ -245,12 +248,13 @@ def installed() -> list[str]:
         for kind, (module, _, known) in _LIBRARIES.items()
         if importlib.util.find_spec(module)
         for name in known
-    ]
+    ] + [name for name in SMALLER if importlib.util.find_spec(name.partition(":")[0])]
 
 
 def example(kind: str, name: str, batch: int) -> Example:
     """Return a model of a library in training mode and its keyword arguments, the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, inputs = _LIBRARIES[kind][1](name, batch)
+        known = f"{kind}:{name}" in SMALLER
+        model, inputs = small_model(f"{kind}:{name}", batch) if known else _LIBRARIES[kind][1](name, batch)
     return undropped(model).train(), inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 from autopar.errors import InfeasibleError, UsageError
@@ -28,16 +28,19 @@ def nothing_divides(meshes: Sequence[Candidate], microbatch: int | None, batch: 
     )
 
 
-def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy]]) -> None:
+def require_splittable(
+    graph: Graph, options: Mapping[str, Sequence[MeshStrategy]], unknown: Collection[Op] = ()
+) -> None:
     """Check that micro-batches can run one after another: none needs what only all of them together give.
 
-    `options` are strategies whose first axis is that of the micro-batches.
+    `options` are strategies whose first axis is that of the micro-batches; `unknown` are operators without a rule.
 
     Raises:
         InfeasibleError: an operator does, with what it is.
     """
     along = {name: found[0].axes[0] for name, found in options.items()}
     counted = _of_inputs_alone(graph)
+    ruleless = {op.target for op in unknown}
     for op in _kinds(graph):
         mine = along[graph.representative(op.name)]
         if mine.inner and not op.target.startswith(_COUNTED_FIRST):
@@ -47,7 +50,7 @@ def require_splittable(graph: Graph, options: Mapping[str, Sequence[MeshStrategy
         for slot, ref in enumerate(op.refs):
             source = along[graph.representative(ref.op)]
             if _crosses(graph, op, slot, mine, source, counted):
-                raise _needs_all(op)
+                raise _has_no_rule(op) if op.target in ruleless else _needs_all(op)
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -112,6 +115,14 @@ def _counts_what_is_made(op: Op) -> InfeasibleError:
         f"the batch cannot be cut into micro-batches: {op.where} is the mean over targets that the model makes itself, "
         "and how many count is known only after all samples; pass the targets into the model, sum the loss "
         '(reduction="sum") and divide it by a number, or leave microbatch and pp out'
+    )
+
+
+def _has_no_rule(op: Op) -> InfeasibleError:
+    return InfeasibleError(
+        f"the batch cannot be cut into micro-batches: {op.where} has no sharding rule, so that it is taken to need all "
+        "samples of a step at once; if each sample is computed by itself, say so with "
+        "torch.distributed.tensor.experimental.register_sharding, or leave microbatch and pp out"
     )
 
 

@@ -168,7 +168,7 @@ class Solving:
         if self.options.strict and self.unknown:
             raise no_rule(tuple(self.unknown.values()))
         if timed:
-            require_splittable(graph, choices.of)
+            require_splittable(graph, choices.of, choices.unknown)
         options = wishes.apply(graph, trial.mesh, choices.of)
         in_float32 = self.options.reduce_dtype == "fp32"
         return links, Builder(
@@ -336,7 +336,8 @@ class Solving:
         if graph.batch_size > 1:  # one sample goes through the stages whole
             parts = next((part for part in range(2, 65) if graph.batch_size % part == 0), graph.batch_size)
             axis = MeshAxis("microbatch", parts)
-            require_splittable(graph, compose(graph, wishes.axes((axis,)), axis_strategies, self._axes).of)
+            choices = compose(graph, wishes.axes((axis,)), axis_strategies, self._axes)
+            require_splittable(graph, choices.of, choices.unknown)
         starts = [op for op in graph.ops if op.kind == "tangent"]
         if len(starts) != 1 or any(meta is not None and meta.shape for meta in starts[0].outputs):
             raise InfeasibleError(

@@ -201,6 +201,9 @@ def _products(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[tuple
         case "aten.baddbmm.default":
             (b, m, k), (_, _, n) = ins[1], ins[2]
             return [(b, m, n, k)]
+        case "aten.addbmm.default":
+            (b, m, k), (_, _, n) = ins[1], ins[2]
+            return [(1, m, n, b * k)]
         case "aten.linear.default":
             return [(1, math.prod(ins[0][:-1]), ins[1][0], ins[0][-1])]
         case "aten._grouped_mm.default":

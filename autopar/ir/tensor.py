@@ -45,5 +45,10 @@ class TensorMeta:
         """Return whether values are real floating numbers, so that sums of shards make sense."""
         return self.dtype in FLOATING
 
+    @property
+    def is_continuous(self) -> bool:
+        """Return whether values are real or complex floating numbers, so that they may be held as terms of a sum."""
+        return self.is_floating or self.dtype.startswith("complex")
+
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

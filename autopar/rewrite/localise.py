@@ -174,6 +174,11 @@ def _group_norm(place: _Place) -> Mapping[str, Any]:
     }
 
 
+def _samples(place: _Place) -> Mapping[str, Any]:
+    """Return the size of the picture that a grid is for, with one rank's samples."""
+    return {"size": [place.output()[0], *place.arguments["size"][1:]]}
+
+
 _EDITS: Mapping[str, Edit] = {
     **{
         f"aten.{name}": _shape_to("size")
@@ -190,10 +195,11 @@ _EDITS: Mapping[str, Edit] = {
         for name in (
             "upsample_linear1d", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d",
             "_upsample_nearest_exact2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d",
-            "_upsample_bicubic2d_aa", "upsample_nearest3d", "upsample_trilinear3d",
+            "_upsample_bicubic2d_aa", "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d",
         )
     },
     "aten.reshape.default": _shape_to("shape"),
+    "aten.affine_grid_generator.default": _samples,
     "aten.unfold_backward.default": _shape_to("input_sizes"),
     "aten._reshape_alias.default": _strided,
     "aten.new_empty_strided.default": _strided,

@@ -8,6 +8,7 @@ first one runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +115,8 @@ def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:
 def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
     """Check that what is cut along time is the same for every micro-batch, as all run the program of the first.
 
-    Values repeated along the batch are. A range is not, but where it is read as places among a micro-batch's own rows.
+    Values repeated along the batch are. A range is not, but where it is read as places among a micro-batch's own rows,
+    or added to such: then it says where each sample's rows begin.
     """
     values = Values()
     for node in graph.nodes:
@@ -131,7 +133,9 @@ def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
             found = [each for each in made if _has_rows(each, captured)]
         else:
             if node.target is torch.ops.aten.slice.Tensor and _read_as_own(node):
-                parts = [part - number * part.shape[dim] for number, part in enumerate(parts)]
+                begins = all(each.target is torch.ops.aten.add.Tensor for each in _readers(node))
+                rows = int((parts[1] - parts[0]).flatten()[0]) if begins else parts[0].shape[dim]
+                parts = [part - number * rows for number, part in enumerate(parts)]
             found = [] if are_alike(parts) else [*filter(_is_named, made), source]
         if found:
             origin = captured.by_name[mark(node).origin]
@@ -166,7 +170,16 @@ def _name(node: fx.Node, captured: Graph) -> str:
 
 def _read_as_own(node: fx.Node) -> bool:
     """Return whether all that read a value, moved or not, take it as places among a micro-batch's own rows."""
-    return all(user.meta.get("own_rows") or (role(user) == "move" and _read_as_own(user)) for user in node.users)
+    return all(each.meta.get("own_rows") for each in _readers(node))
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what reads a value where it is wanted, moves left out."""
+    for user in node.users:
+        if role(user) == "move" and not user.meta.get("own_rows"):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _has_rows(node: fx.Node, captured: Graph) -> bool:

@@ -59,13 +59,9 @@ def fits(strategy: Strategy, metas: tuple[TensorMeta, ...], outputs: tuple[Tenso
     if any(isinstance(placement, Partial) for _, placement in inputs):
         # Terms of terms: whole numbers made from parts of floating ones are rounded apart.
         held = [meta for meta, placement in (*inputs, *made) if isinstance(placement, Partial)]
-        if not all(meta is not None and _is_continuous(meta) for meta in held):
+        if not all(meta is not None and meta.is_continuous for meta in held):
             return False
     return all(_fits(meta, placement, size) for meta, placement in (*inputs, *made))
-
-
-def _is_continuous(meta: TensorMeta) -> bool:
-    return meta.is_floating or meta.dtype.startswith("complex")
 
 
 def _fits(meta: TensorMeta | None, placement: Placement | None, size: int) -> bool:

@@ -65,7 +65,7 @@ def registry_rule(call: Call) -> list[Strategy] | None:
 
 def _options(meta: TensorMeta, size: int) -> list[Placement]:
     even = [Shard(d) for d, extent in enumerate(meta.shape) if extent and extent % size == 0]
-    return [Replicate(), *even, *([Partial()] if meta.is_floating else [])]
+    return [Replicate(), *even, *([Partial()] if meta.is_continuous else [])]
 
 
 def _ask(call: Call, op: Any, placed: Sequence[Placement]) -> Strategy | None:

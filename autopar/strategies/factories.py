@@ -30,8 +30,7 @@ def _like(call: Call) -> Iterator[Strategy]:
     """Yield those of a constant shaped like a tensor that is not read: its split decides the result's."""
     names = plain(letters(len(call.result())))
     yield from call.by(Rule(inputs=(names,), outputs=(names,)))
-    if call.metas[0].is_floating:
-        yield call.strategy({0: Partial()}, {0: Replicate()})
+    yield call.strategy({0: Partial()}, {0: Replicate()})
 
 
 def _new(call: Call) -> Iterator[Strategy]:
@@ -41,9 +40,7 @@ def _new(call: Call) -> Iterator[Strategy]:
     rank = len(call.metas[0].shape)
     hinted = sorted(call.hints[0], key=lambda s: (s.dim, s.outer)) if call.hints else []
     sources: list[Placement] = [Replicate(), *map(Shard, range(rank)), *hinted]
-    if call.metas[0].is_floating:
-        sources.append(Partial())
-    for source in dict.fromkeys(sources):
+    for source in dict.fromkeys([*sources, Partial()]):
         for placement in _outputs(call):
             yield call.strategy({0: source}, {0: placement})
 
@@ -65,6 +62,7 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.scalar_tensor.default": _constant,
     "aten.full_like.default": _like,
     "aten.zeros_like.default": _like,
+    "aten.zero.default": _like,
     "aten.ones_like.default": _like,
     "aten.empty_like.default": _like,
     "aten.new_zeros.default": _new,

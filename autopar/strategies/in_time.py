@@ -17,7 +17,7 @@ _BLANK = frozenset(
     for name in (
         "full.default", "zeros.default", "ones.default", "empty.memory_format", "empty_strided.default",
         "full_like.default", "zeros_like.default", "ones_like.default", "empty_like.default", "new_zeros.default",
-        "new_ones.default", "new_full.default", "new_empty.default", "new_empty_strided.default",
+        "new_ones.default", "new_full.default", "new_empty.default", "new_empty_strided.default", "zero.default",
     )
 )  # fmt: skip
 """Operators that make a tensor of equal elements: it can be wherever its readers want it."""

@@ -36,6 +36,18 @@ def _baddbmm(call: Call) -> Iterator[Strategy]:
     return _added(call, "self", "bmm", "bmk bkn -> bmn")
 
 
+def _addmv(call: Call) -> Iterator[Strategy]:
+    return _added(call, "self", "mv", "mk k -> m")
+
+
+def _addbmm(call: Call) -> Iterator[Strategy]:
+    return _added(call, "self", "bmm", "bmk bkn -> mn")
+
+
+def _addr(call: Call) -> Iterator[Strategy]:
+    return _added(call, "self", "outer", "m n -> mn")
+
+
 def _distances(call: Call) -> Iterator[Strategy]:
     """Yield those of distances between all rows of one tensor and all of another: [..., p, m] [..., r, m]."""
     return call.by(_between_rows(call, ("x1", "x2"), "pr"))
@@ -84,6 +96,9 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]] | Rule] = {
     "aten.vdot.default": Rule.parse("k k -> ."),
     "aten.addmm.default": _addmm,
     "aten.baddbmm.default": _baddbmm,
+    "aten.addmv.default": _addmv,
+    "aten.addbmm.default": _addbmm,
+    "aten.addr.default": _addr,
     "aten._euclidean_dist.default": _distances,
     "aten._cdist_forward.default": _distances,
     "aten._cdist_backward.default": _distances_backward,

@@ -47,6 +47,12 @@ class Fact:
     tells: tuple[str, Ref] | None = None
     """`keys`: the elements are those of that value, in some order; `counts`, `ends`: of its values, from the least."""
 
+    begins: int = 0
+    """A whole range from 0 in steps of so many: where the rows of each sample begin among those of all samples."""
+
+    below: int = 0
+    """The elements are whole numbers from 0 to below this one; 0 where that is not known."""
+
     @property
     def is_own(self) -> bool:
         """Return whether the value is another than the whole batch's, cut."""
@@ -305,7 +311,26 @@ def _front(dims: Sequence[int]) -> int:
     return dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
 
 
+def _row_after_row(seen: Seen) -> Found | None:
+    """Places among the rows of all samples: where those of a sample begin, plus a place among them."""
+    if len(seen.facts) != 2 or seen.call.arg("alpha") not in {None, 1}:
+        return linear(seen)
+    for start, place in ((0, 1), (1, 0)):
+        each, now = seen.facts[start].begins, seen.now[place]
+        shape, places = seen.call.metas[start].shape, seen.call.metas[place].shape
+        if not 0 < seen.facts[place].below <= each or not isinstance(now, Shard) or now.outer != 1:
+            continue
+        at = now.dim - len(places)
+        if seen.facts[place].order not in {"", ANY} or len(shape) < -at or not shape[at] == places[at] == max(shape):
+            continue
+        ins: dict[int | None, Placement] = {start: Shard(len(shape) + at), place: now}
+        made = seen.call.strategy(ins, {0: Shard(len(seen.call.result()) + at)}, OWN)
+        return made, (Fact(places=Rows("", each * (places[at] // seen.count))),)
+    return linear(seen)
+
+
 RULES: Mapping[str, Callable[[Seen], Found | None]] = {
+    "aten.add.Tensor": _row_after_row,
     "aten.sort.default": _sort,
     "aten.sort.stable": _sort,
     "aten.cumsum.default": _cumulated,
@@ -326,6 +351,20 @@ _COPIES = frozenset(
      "aten.detach.default", "aten.alias.default", "aten._to_copy.default", "aten.unsqueeze.default",
      "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default", "prims.convert_element_type.default"}
 )  # fmt: skip
+_TAKEN = frozenset(
+    {"aten.slice.Tensor", "aten.select.int", "aten.expand.default", "aten.permute.default", "aten.transpose.int",
+     "aten.gather.default", "aten.index.Tensor", "aten.index_select.default", "aten.repeat.default"}
+)  # fmt: skip
+"""Operators whose result has only elements of their first input."""
+
+_MULTIPLIED = frozenset({"aten.mul.Tensor", "aten.mul.Scalar"})
+_ARG_OF_ALL = frozenset({"aten.argmax.default", "aten.argmin.default"})
+_PLACES_AT = {
+    **{f"aten.{name}": 1 for name in ("topk.default", "sort.default", "sort.stable", "max.dim", "min.dim")},
+    **dict.fromkeys((*_ARG_OF_ALL, "aten.argsort.default"), 0),
+}
+"""Which output of an operator holds places along the dimension that it works on."""
+
 _FLOOR = {"aten.floor_divide.default": None, "aten.div.Tensor_mode": "floor", "aten.div.Scalar_mode": "floor"}
 _REMAINDER = frozenset({"aten.remainder.Scalar", "aten.fmod.Scalar", "aten.remainder.Tensor", "aten.fmod.Tensor"})
 
@@ -349,12 +388,38 @@ def facts_of(seen: Seen, strategy: Strategy) -> tuple[Fact, ...]:
     if op.target in _COPIES and len(seen.facts) == 1:
         integral = call.metas[0].dtype.startswith(("int", "uint"))
         tells = ("keys", seen.keys(0)) if integral or first.tells else None
-        made = (replace(made[0], counted=first.counted and call.metas[0].numel == max(call.result()), tells=tells),)
+        row = call.metas[0].numel == max(call.result(), default=1)
+        begins = first.begins if row else 0
+        made = (replace(made[0], counted=first.counted and row, begins=begins, tells=tells),)
     if op.target == "aten.histc.default" and call.arg("min") < call.arg("max"):
         made = (Fact(tells=("counts", seen.keys(0))),)
     if op.target in _RANGES:
         made = (Fact(counted=_counts_from_0(call)),)
-    return made
+    by = op.args[1] if len(op.args) == 2 else None
+    if op.target in _MULTIPLIED and isinstance(by, int) and by > 0 and not split and (first.counted or first.begins):
+        made = (Fact(begins=by * (first.begins or 1)),)
+    bounds = [_below(seen, i) if isinstance(p, Shard | Replicate) else 0 for i, p in enumerate(strategy.outputs)]
+    return tuple(replace(each, below=below) for each, below in zip(made, bounds, strict=True))
+
+
+def _below(seen: Seen, index: int) -> int:
+    """Return below which number the elements of an output are, all from 0 on; 0 where that is not known."""
+    op, call = seen.op, seen.call
+    made = op.outputs[index]
+    if made is None or not made.dtype.startswith(("int", "uint")):
+        return 0
+    if op.target in _RANGES:
+        return made.numel if _counts_from_0(call) else 0
+    if _PLACES_AT.get(op.target) == index:
+        shape = call.metas[0].shape
+        whole = call.arg("dim") is None and op.target in _ARG_OF_ALL
+        return call.metas[0].numel if whole else shape[call.dim("dim", len(shape))]
+    if op.target == "aten.remainder.Scalar":
+        by = call.arg("other")
+        return by if isinstance(by, int) and by > 0 else 0
+    if op.target in _COPIES or op.target in _TAKEN:
+        return seen.facts[0].below
+    return 0
 
 
 def _places(seen: Seen, pointing: Sequence[int]) -> Rows | None:

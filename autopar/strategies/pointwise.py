@@ -103,6 +103,7 @@ LINEAR: Mapping[str, Callable[[Call], Groups]] = {
     "aten.native_dropout_backward.default": _gradient,
     "aten._conj.default": _self,
     "aten._conj_physical.default": _self,
+    "aten.complex.default": lambda call: (("real", "imag"),),
     "prims.convert_element_type.default": lambda call: (("a",),) if call.metas[0].dtype in FLOATING else (),
 }
 """Operators that make terms of terms, and in which operands."""
@@ -111,6 +112,40 @@ LINEAR: Mapping[str, Callable[[Call], Groups]] = {
 def _linear_in(call: Call) -> Groups:
     found = LINEAR.get(call.op.target)
     return found(call) if found is not None else ()
+
+
+def _quantised(call: Call) -> Iterator[Strategy]:
+    """Yield those of fake quantisation, by scales for all or for each place along a dimension, and of its gradients."""
+    shape = call.op.outputs[0].shape if call.op.outputs[0] is not None else ()
+    names = plain(letters(len(shape)))
+    along = call.arg("axis")
+
+    def of(each: tuple[int, ...]) -> Dims:
+        if each == shape:
+            return names
+        return (names[int(along)],) if along is not None and each == (shape[int(along)],) else ((),) * len(each)
+
+    return call.by(
+        Rule(
+            inputs=tuple(of(meta.shape) for meta in call.metas),
+            outputs=tuple(None if meta is None else of(meta.shape) for meta in call.op.outputs),
+        )
+    )
+
+
+_QUANTISED = (
+    "fake_quantize_per_tensor_affine_cachemask", "fake_quantize_per_channel_affine_cachemask",
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", "_fake_quantize_learnable_per_tensor_affine",
+    "_fake_quantize_learnable_per_tensor_affine_backward", "_fake_quantize_learnable_per_channel_affine",
+    "_fake_quantize_learnable_per_channel_affine_backward",
+)  # fmt: skip
+
+
+def _member(call: Call) -> Iterator[Strategy]:
+    """Yield those of whether each element is one of a set, which stays whole."""
+    names = plain(letters(len(call.result())))
+    inputs = [names] + [((),) * len(meta.shape) for meta in call.metas[1:]]
+    return call.by(Rule(inputs=tuple(inputs), outputs=(names,)))
 
 
 _UNTAGGED = (
@@ -150,6 +185,9 @@ _UNTAGGED = (
     "aten._prelu_kernel.default",
     "aten._prelu_kernel_backward.default",
     "aten.relu6.default",
+    "aten.rrelu_with_noise_backward.default",
+    "aten._standard_gamma_grad.default",
+    "aten._dirichlet_grad.default",
     "aten.sigmoid_backward.default",
     "aten.silu_backward.default",
     "aten.softplus_backward.default",
@@ -168,5 +206,8 @@ _UNTAGGED = (
 
 RULES: Mapping[str, Callable[[Call], Iterator[Strategy]]] = {
     **dict.fromkeys((*LINEAR, *_UNTAGGED), pointwise),
+    **{f"aten.{name}.default": _quantised for name in _QUANTISED},
+    "aten.isin.Tensor_Tensor": _member,
+    "aten.isin.Tensor_Scalar": _member,
     **{f"aten.{name}": _shifted for name in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar")},
 }

@@ -28,6 +28,14 @@ def drawn(call: Call) -> Iterator[Strategy]:
     return (replace(each, lowering=LOWERING) for each in call.by(rule))
 
 
+def _rows(call: Call) -> Iterator[Strategy]:
+    """Yield the strategies of an operator whose draws along the last dimension depend on each other."""
+    rank = len(call.result())
+    kept = plain((*letters(rank - 1), None))
+    rule = Rule(inputs=(kept,) * len(call.metas), outputs=(kept,))
+    return (replace(each, lowering=LOWERING) for each in call.by(rule))
+
+
 def _made(call: Call) -> Iterator[Strategy]:
     """Yield those of a random tensor made from its shape."""
     yield replace(call.replicated(), lowering=LOWERING)
@@ -43,7 +51,7 @@ def _dropout(call: Call) -> Iterator[Strategy]:
         yield each if call.arg("train") is not False else replace(each, lowering="")
 
 
-def _alike(call: Call) -> Iterator[Strategy]:
+def alike(call: Call) -> Iterator[Strategy]:
     """Yield the replicated strategy alone: the numbers drawn depend on each other."""
     yield replace(call.replicated(), lowering=LOWERING)
 
@@ -57,13 +65,15 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
             "randint_like.default", "randint_like.low_dtype", "exponential.default", "uniform.default",
             "normal_functional.default", "cauchy.default", "geometric.default", "log_normal.default", "random.default",
             "random.from", "random.to", "poisson.default", "normal.float_Tensor", "normal.Tensor_float",
-            "normal.Tensor_Tensor",
+            "normal.Tensor_Tensor", "_standard_gamma.default", "binomial.default",
+            "rrelu_with_noise_functional.default",
         )
     },
     **{
         f"aten.{name}": _made
         for name in ("rand.default", "randn.default", "randint.default", "randint.low", "normal.float_float")
     },
-    "aten.randperm.default": _alike,
-    "aten.multinomial.default": _alike,
+    "aten.randperm.default": alike,
+    "aten.multinomial.default": _rows,
+    "aten._sample_dirichlet.default": _rows,
 }  # fmt: skip

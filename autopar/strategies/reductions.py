@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from autopar.ir.rule import Dims, Rule, letters, plain
 from autopar.ir.strategy import Strategy
+from autopar.ir.tensor import TensorMeta
 from autopar.strategies.call import Call
 from autopar.strategies.views import replicate_only
 
@@ -33,7 +34,7 @@ def _reduction(
                 inputs=(ins,),
                 outputs=tuple(None if meta is None else outs for meta in call.op.outputs),
                 reduce=reduce,
-                linear=(frozenset({0}),) if linear and call.metas[0].is_floating else (),
+                linear=(frozenset({0}),) if linear else (),
                 lowering={names[i]: lowering for i in dims} if lowering else None,
             )
         )
@@ -53,26 +54,45 @@ def _along(*, linear: bool = False, names: Sequence[str] = ("dim",)) -> Callable
             Rule(
                 inputs=tuple(kept if len(meta.shape) == rank else ((),) * len(meta.shape) for meta in call.metas),
                 outputs=tuple(None if meta is None else kept for meta in call.op.outputs),
-                linear=(frozenset(range(count)),) if linear and call.metas[0].is_floating else (),
+                linear=(frozenset(range(count)),) if linear else (),
             )
         )
 
     return rule
 
 
-def _leading(last: int, *, linear: bool = False) -> Callable[[Call], Iterator[Strategy]]:
-    """Return the rule of an operator that works on the last dimensions and keeps the shape."""
+def leading(last: int, *, linear: bool = False) -> Callable[[Call], Iterator[Strategy]]:
+    """Return the rule of an operator that works on the last dimensions, and on each of those before by itself."""
 
     def rule(call: Call) -> Iterator[Strategy]:
-        rank = len(call.metas[0].shape)
+        shape = call.metas[0].shape
+        rank = len(shape)
         kept = plain(name if i < rank - last else None for i, name in enumerate(letters(rank)))
+
+        def of(meta: TensorMeta | None) -> Dims | None:
+            if meta is None:
+                return None
+            return kept[: len(meta.shape)] if meta.shape[: rank - last] == shape[:-last] else ((),) * len(meta.shape)
+
         return call.by(
             Rule(
                 inputs=(kept,),
-                outputs=(kept,) * len(call.op.outputs),
-                linear=(frozenset({0}),) if linear and call.metas[0].is_floating else (),
+                outputs=tuple(of(meta) for meta in call.op.outputs),
+                linear=(frozenset({0}),) if linear else (),
             )
         )
+
+    return rule
+
+
+def _searched(values: str, sequence: str) -> Callable[[Call], Iterator[Strategy]]:
+    """Return the rule of looking values up in ordered sequences, each whole: one for all, or one a row."""
+
+    def rule(call: Call) -> Iterator[Strategy]:
+        names = plain(letters(len(call.result())))
+        row = ((),) if len(call.shape(sequence)) == 1 else (*names[:-1], ())
+        inputs = [names if i == call.index(values) else row for i in range(len(call.metas))]
+        return call.by(Rule(inputs=tuple(inputs), outputs=(names,)))
 
     return rule
 
@@ -134,18 +154,17 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.topk.default": _along(),
     "aten.flip.default": _along(linear=True, names=("dims",)),
     "aten.roll.default": _roll,
+    "aten.rot90.default": _along(linear=True, names=("dims",)),
     "aten.glu.default": _along(),
     "aten.glu_backward.default": _along(),
     "aten._fft_c2c.default": _along(linear=True),
-    "aten._fft_r2c.default": _along(),
-    "aten._fft_c2r.default": _along(),
-    "aten.tril.default": _leading(2, linear=True),
-    "aten.triu.default": _leading(2, linear=True),
-    "aten.linalg_inv_ex.default": replicate_only,
-    "aten.linalg_qr.default": replicate_only,
+    "aten._fft_r2c.default": _along(linear=True),
+    "aten._fft_c2r.default": _along(linear=True),
+    "aten.tril.default": leading(2, linear=True),
+    "aten.triu.default": leading(2, linear=True),
     "aten.histc.default": _histogram,
     "aten.bincount.default": replicate_only,
-    "aten.searchsorted.Tensor": replicate_only,
-    "aten.bucketize.Tensor": replicate_only,
+    "aten.searchsorted.Tensor": _searched("self", "sorted_sequence"),
+    "aten.bucketize.Tensor": _searched("self", "boundaries"),
     "aten.unique_consecutive.default": replicate_only,
 }

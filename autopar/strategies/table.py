@@ -17,6 +17,7 @@ from autopar.strategies import (
     indexing,
     loss,
     matmul,
+    matrices,
     moe,
     norms,
     pointwise,
@@ -39,6 +40,7 @@ _FAMILIES: tuple[Mapping[str, RuleOf | Rule], ...] = (
     indexing.RULES,
     loss.RULES,
     matmul.RULES,
+    matrices.RULES,
     moe.RULES,
     norms.RULES,
     pointwise.RULES,
@@ -58,7 +60,8 @@ def _fixed(rule: Rule) -> RuleOf:
 RULES: Mapping[str, RuleOf] = {
     target: _fixed(rule) if isinstance(rule, Rule) else rule for family in _FAMILIES for target, rule in family.items()
 }
-"""Every operator that has a rule of its own. Others that torch tags as pointwise are pointwise."""
+"""Every operator that has a rule of its own. Others that torch tags as pointwise are pointwise, and others that draw
+random numbers are run whole, from one seed on all ranks."""
 
 
 @lru_cache(maxsize=4096)
@@ -67,6 +70,9 @@ def rule_of(target: str) -> RuleOf | None:
     if target in RULES:
         return RULES[target]
     op = overload(target)
-    if op is not None and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
-        return random.drawn if torch.Tag.nondeterministic_seeded in op.tags else pointwise.pointwise
-    return None
+    if op is None or op._schema.is_mutable:
+        return None
+    by_elements = torch.Tag.pointwise in op.tags
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return random.drawn if by_elements else random.alike
+    return pointwise.pointwise if by_elements else None

@@ -167,6 +167,12 @@ def _shuffle(grow: bool) -> Callable[[Call], Iterator[Strategy]]:
     return rule
 
 
+def _channel_shuffle(call: Call) -> Iterator[Strategy]:
+    names = letters(len(call.result()))
+    dims = plain(None if i == 1 else name for i, name in enumerate(names))
+    return call.by(Rule(inputs=(dims,), outputs=(dims,), linear=(frozenset({0}),)))
+
+
 def replicate_only(call: Call) -> Iterable[Strategy]:
     """Return the replicated strategy alone: the operator is known, and has no parts."""
     return (call.replicated(),)
@@ -201,11 +207,13 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.diagonal.default": _diagonal,
     "aten.diagonal_copy.default": _diagonal,
     "aten.diagonal_backward.default": _diagonal_backward,
+    "aten.diag_embed.default": _diagonal_backward,
     "aten.unfold.default": _unfold,
     "aten.unfold_copy.default": _unfold,
     "aten.unfold_backward.default": _unfold_backward,
     "aten.pixel_shuffle.default": _shuffle(grow=True),
     "aten.pixel_unshuffle.default": _shuffle(grow=False),
+    "aten.channel_shuffle.default": _channel_shuffle,
     "aten.as_strided.default": replicate_only,
     "aten.as_strided_copy.default": replicate_only,
     "aten.as_strided_scatter.default": replicate_only,

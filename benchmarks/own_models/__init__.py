@@ -6,7 +6,19 @@ returns the loss, alone or in a dict.
 
 from __future__ import annotations
 
-from benchmarks.own_models import complete, generative, layers, sequences
+from benchmarks.own_models import adapted, complete, generative, layers, pictures, sequences, sets, sounds
 from benchmarks.own_models.parts import FACTORIES, Around, example
 
-__all__ = ["FACTORIES", "Around", "complete", "example", "generative", "layers", "sequences"]
+__all__ = [
+    "FACTORIES",
+    "Around",
+    "adapted",
+    "complete",
+    "example",
+    "generative",
+    "layers",
+    "pictures",
+    "sequences",
+    "sets",
+    "sounds",
+]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 import autopar
 from autopar.errors import InfeasibleError, UsageError
@@ -73,6 +76,45 @@ def test_batch_statistics_cannot_be_cut():
         InfeasibleError, match=r"batch_norm.* needs all samples of a step at once; .*GroupNorm.*\.eval\(\)"
     ):
         autopar.plan(model, "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
+
+
+@torch.library.custom_op("autopar_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """Return half of each value."""
+    return x / 2
+
+
+@halved.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+halved.register_autograd(lambda _context, gradient: gradient / 2)
+
+
+class Halved(nn.Module):
+    """Calls an operator of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return halved(self.linear(x)).square().mean()
+
+
+def test_an_operator_without_a_rule_is_cut_once_it_has_one():
+    def made() -> autopar.Plan:
+        return autopar.plan(Halved(), "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
+
+    with pytest.raises(InfeasibleError, match=r"halved.* has no sharding rule, .* say so with .*register_sharding, or"):
+        made()
+
+    by_rows = [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]
+    cast(Any, register_sharding)(torch.ops.autopar_tests.halved.default)(lambda _x: by_rows)
+
+    assert made().workload.num_microbatches == 4
 
 
 class Noised(nn.Module):

@@ -16,7 +16,7 @@ from autopar.ir.microbatches import joined, parted, with_time
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.rewrite import Totals, localised
 from tests.support.models import cases
-from tests.support.routing import Experts, Ranked, routing
+from tests.support.routing import Experts, Near, Ranked, routing
 from tests.support.whole import Whole
 
 IGNORED = -100
@@ -284,6 +284,11 @@ def test_a_parameter_with_a_row_a_sample_is_refused(name: str, trained: bool):
 def test_rows_and_places_of_the_whole_batch_are_refused(how: str):
     with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
         programs(Ranked(how), (torch.randn(8, 4),), 2)
+
+
+def test_places_beyond_the_rows_of_a_sample_are_refused():
+    with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
+        programs(Near(far=True), (torch.randn(8, 5, 4),), 2)
 
 
 class SelfTaught(nn.Module):

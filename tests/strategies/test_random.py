@@ -7,7 +7,9 @@ import torch
 
 from autopar.ir.placement import Shard
 from autopar.rewrite.random_ops import mixed, next_seed, seeded, step_seed
+from autopar.strategies.call import Call
 from autopar.strategies.random import RULES
+from autopar.strategies.table import rule_of
 from tests.strategies.make import c, f, p
 from tests.strategies.one_op import Case, mesh_of, on_mesh, part, program
 from tests.support.lockstep import run
@@ -25,6 +27,11 @@ CALLS = [
     c("rand.default", [8, 8], dtype=torch.float64),
     c("randn.default", [8, 8], dtype=torch.float64),
     c("randint.low", 0, 1000, [8, 8]),
+    c("_standard_gamma.default", p(8, 8)),
+    c("_sample_dirichlet.default", p(8, 8)),
+    c("binomial.default", 50 + p(8, 8), p(8, 8)),
+    c("multinomial.default", p(8, 8), 8, True),
+    c("rrelu_with_noise_functional.default", -p(8, 8), f(8, 8), 0.1, 0.9, True),
     c("randperm.default", 64),
 ]
 
@@ -56,6 +63,13 @@ def test_shards_draw_different_numbers(case: Case) -> None:
 
     assert first[0].shape == (4, 8)
     assert not torch.equal(first[0], second[0])
+
+
+def test_an_operator_that_draws_and_has_no_rule_is_drawn_alike() -> None:
+    rule, case = rule_of("aten._fused_dropout.default"), c("native_dropout.default", f(8, 8), 0.5, True)
+
+    assert rule is not None
+    assert [str(each) for each in rule(Call(case.op, case.metas, 2, ()))] == ["R->R,R (random)"]
 
 
 def test_replicas_of_shards_draw_the_same() -> None:

@@ -66,6 +66,25 @@ class Picked(nn.Module):
         return functional.cross_entropy(logits, labels)
 
 
+class Near(nn.Module):
+    """Edges to each point's nearest ones, looked up among the points of all samples, as graphs of points do."""
+
+    def __init__(self, far: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.far = far
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss of samples [b, n, 4]; `far`: of points that may be another sample's."""
+        b, n, _ = x.shape
+        for layer in (self.first, self.second):
+            near = torch.cdist(x.detach(), x.detach()).topk(3, largest=False).indices
+            rows = near + torch.arange(b).view(-1, 1, 1) * (n // 2 if self.far else n)
+            around = x.reshape(b * n, -1)[rows.view(-1)].view(b, n, 3, -1)
+            x = layer(torch.cat([around, x.unsqueeze(2).expand_as(around)], -1)).tanh().amax(2)
+        return x.square().mean()
+
+
 class Ranked(nn.Module):
     """Uses rows otherwise than one by one, or places otherwise than to point at rows: as `how` says."""
 
@@ -104,5 +123,6 @@ def routing() -> dict[str, tuple[nn.Module, Any]]:
     lengths = torch.randint(1, 6, (8,))
     return {
         "experts": (Experts(), (torch.randn(8, 3, 8),)),
+        "near": (Near(), (torch.randn(8, 5, 4),)),
         "picked": (Picked().train(), (torch.randn(8, 5, 4), lengths, torch.randint(0, 3, (8,)))),
     }
