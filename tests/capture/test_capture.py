@@ -117,7 +117,8 @@ def test_model_and_random_state_are_left_as_they_were(fails: bool):
         with pytest.raises(CaptureError):
             capture(model, (IDS,))
     else:
-        capture(model, (IDS,))
+        with pytest.warns(UserWarning, match="changes the attribute calls"):
+            capture(model, (IDS,))
 
     assert torch.equal(torch.get_rng_state(), state)
     assert model.scale is scale
