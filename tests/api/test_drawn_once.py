@@ -44,7 +44,7 @@ class Noisy(nn.Module):
 
 
 def told(_rank: int, made: str, fix: dict[str, Any]) -> tuple[float, float, list[float]]:
-    """Return how far features and loss are from what the returned numbers make of them, and by what rows were scaled."""
+    """Return how far features and loss are from what the returned numbers make of them, and the scale of each row."""
     torch.manual_seed(0)
     model, x = Noisy(made), torch.randn(8, 4)
     compiled = autopar.compile(model, "cpu:2", example_inputs=(x,), fix=fix)
