@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._dynamo import functional_export
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export as dynamo_capture
+from torch._dynamo.output_graph import OutputGraph
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
@@ -64,6 +65,7 @@ __all__ = [
     "norm_of_many",
     "put_before_norm_of_many",
     "pytree",
+    "recorded_side_effects",
     "storage_key",
     "traced_stack",
     "wait_by",
@@ -94,6 +96,29 @@ def without_guards() -> Iterator[None]:
         yield
     finally:
         setattr(functional_export, name, check)
+
+
+@contextmanager
+def recorded_side_effects() -> Iterator[list[str]]:
+    """Yield a list to which Dynamo adds the Python objects that what it traces changes; those that it made are none."""
+    name = "get_replayed_side_effect_source_refs"
+    kind: Any = OutputGraph
+    own = getattr(kind, name, None)
+    seen: list[str] = []
+    if own is None:
+        yield seen
+        return
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = own(self, *args, **kwargs)
+        seen.extend(found)
+        return found
+
+    setattr(kind, name, recording)
+    try:
+        yield seen
+    finally:
+        setattr(kind, name, own)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from cost_models.device import DeviceSpec
 from cost_models.errors import ClusterError, suggestion
 from cost_models.library import Library, library_of
 from cost_models.node import Level, LinkSpec, NetworkLevel, NodeGroup, NodeSpec
+from cost_models.section import LARGEST_COUNT
 from cost_models.weakest import same_figures, same_node, weakest_link, weakest_node
 
 __all__ = ["ClusterSpec", "DeviceSpec", "Level", "LinkSpec", "NetworkLevel", "NodeGroup", "NodeSpec"]
@@ -55,7 +56,7 @@ class ClusterSpec:
         text = str(text_or_path)
         if text in catalog.names("nodes"):
             return cls(text, (NodeGroup(preset_node(text), 1),))
-        if isinstance(text_or_path, Path) or text.endswith(_FILE_ENDINGS) or Path(text).is_file():
+        if isinstance(text_or_path, Path) or text.endswith(_FILE_ENDINGS) or _is_file(text):
             return cls.from_file(text)
         preset, _, nodes = text.rpartition("x")
         if preset in catalog.names("nodes"):
@@ -380,15 +381,52 @@ def _load_yaml(text: str, origin: str) -> object:
     import yaml
 
     try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _require_single_keys(root, origin)
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date, or a number with too many digits
         message = f"{origin}: is no YAML: {' '.join(str(error).split())}"
         raise ClusterError(message) from None
 
 
+def _require_single_keys(root: Any, origin: str) -> None:
+    """Raise where a mapping has a key twice, of which YAML would take the last."""
+    found: list[tuple[Any, str]] = [] if root is None else [(root, "")]
+    seen: set[int] = set()
+    while found:
+        node, path = found.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.id == "mapping":
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines and key.tag != "tag:yaml.org,2002:merge":
+                    message = (
+                        f"{origin}: {f'{path}.' if path else ''}{name}: given twice, in line {lines[name]} and in line "
+                        f"{line}; keep one of them"
+                    )
+                    raise ClusterError(message)
+                lines[name] = line
+                found.append((value, f"{path}.{name}" if path else name))
+        elif node.id == "sequence":
+            found += [(value, f"{path}[{index}]") for index, value in enumerate(node.value)]
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # longer than names of files can be
+        return False
+
+
 def _count(text: str, whole: str, what: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    if not text.isascii() or not text.isdigit() or not text.strip("0"):
         message = f"cluster {whole!r}: the number of {what} must be a whole number of at least 1, but is {text!r}"
+        raise ClusterError(message)
+    if len(text) > len(str(LARGEST_COUNT)) or int(text) > LARGEST_COUNT:
+        message = f"cluster {whole!r}: the number of {what} must be at most {LARGEST_COUNT:,}, but is {text}"
         raise ClusterError(message)
     return int(text)
 

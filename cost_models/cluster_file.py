@@ -79,10 +79,12 @@ def read_parts(document: object, origin: str) -> Parts:
     groups = tuple(_read_group(each, nodes) for each in top.sections("groups"))
     if not groups:
         raise top.error("holds no group; give at least one, such as {node: dgx, count: 4}", "groups")
+    network = tuple(_read_level(each) for each in top.sections("network"))
+    _check_level_names(network, top)
     return Parts(
         name=top.text("name", "cluster"),
         groups=groups,
-        network=tuple(_read_level(each) for each in top.sections("network")),
+        network=network,
         calibration=top.text("calibration"),
         calibrated=top.text("calibrated"),
     )
@@ -276,6 +278,19 @@ def _read_level(section: Section) -> NetworkLevel:
         size=section.count("size") if "size" in section else None,
         bytes_per_s=section.positive("bandwidth", units.parse_bandwidth) if "bandwidth" in section else None,
     )
+
+
+def _check_level_names(network: tuple[NetworkLevel, ...], top: Section) -> None:
+    """Raise where two levels have one name; the links inside a node are the level `node`."""
+    taken = {"node": "the links inside a node"}
+    for index, level in enumerate(network):
+        if level.name in taken:
+            raise top.error(
+                f"{level.name!r} is the name of {taken[level.name]} already; give each level a name of its own, such "
+                "as rack, pod",
+                f"network[{index}].level",
+            )
+        taken[level.name] = f"network[{index}]"
 
 
 def _node_document(node: NodeSpec) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One mapping of a cluster file, read with its key path at hand for errors."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -7,6 +8,9 @@ from typing import Any, TypeVar
 from cost_models.errors import ClusterError, CostModelError, suggestion
 
 T = TypeVar("T")
+
+LARGEST_COUNT = 1_000_000
+"""Of devices in a node, nodes in a group, or endpoints of a level; the largest machines have a tenth of that."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,11 @@ class Section:
     @classmethod
     def of(cls, data: object, origin: str, path: str = "") -> "Section":
         """Return `data` as a section; an error where it is no mapping of names."""
-        if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        if isinstance(data, Mapping) and not all(isinstance(key, str) for key in data):
+            wrong = next(key for key in data if not isinstance(key, str))
+            message = f"{origin}: {f'{path}: ' if path else ''}key {wrong!r} is no text; write it in quotes"
+            raise ClusterError(message)
+        if not isinstance(data, Mapping):
             message = f"{origin}: {path or 'the document'} must be a mapping of names, not {data!r}"
             raise ClusterError(message)
         return cls(data, origin, path)
@@ -99,6 +107,8 @@ class Section:
             raise self.error(f"must be a whole number, but is {value!r}", key)
         if value < 1:
             raise self.error(f"must be at least 1, but is {value}", key)
+        if value > LARGEST_COUNT:
+            raise self.error(f"must be at most {LARGEST_COUNT:,}, but is {value:,}", key)
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -106,6 +116,8 @@ class Section:
         value = self.data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"must be a number, but is {value!r}", key)
+        if not math.isfinite(value):
+            raise self.error(f"must be finite, but is {value!r}", key)
         return float(value)
 
     def text(self, key: str, default: str = "") -> str:

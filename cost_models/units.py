@@ -9,7 +9,7 @@ refused because it is read both ways. Conversion is in decimal arithmetic, so
 
 import re
 from collections.abc import Mapping
-from decimal import Decimal
+from decimal import Decimal, Overflow
 
 from cost_models.errors import UnitError, suggestion
 
@@ -30,6 +30,9 @@ _TIME = {
 }
 _POWER = {"W": Decimal(1), "kW": Decimal(1000), "MW": Decimal(10) ** 6}
 _FRACTION = {"%": Decimal("1e-2"), "fraction": Decimal(1)}
+
+_LARGEST = Decimal(10) ** 24
+"""No quantity of a cluster is larger in SI units; the largest catalogued rate is below 1e17."""
 
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*")
 _AMBIGUOUS = re.compile(r"[kKMGTP]?b(/s|ps)?|[kKMGTP]?Bps")
@@ -135,7 +138,14 @@ def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) 
         raise _no_unit(text, table, what, example)
     if unit not in table:
         raise _unknown_unit(text, unit, table, what)
-    return Decimal(number) * table[unit]
+    try:
+        value = Decimal(number) * table[unit]
+    except Overflow:
+        value = Decimal("Infinity")
+    if abs(value) > _LARGEST:
+        message = f"{text!r} is too large for {what} (more than 1e24 in SI units); write such as {example}"
+        raise UnitError(message)
+    return value
 
 
 def _no_unit(text: object, table: Mapping[str, Decimal], what: str, example: str) -> UnitError:

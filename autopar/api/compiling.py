@@ -32,6 +32,7 @@ from autopar.runtime import Program as LocalProgram
 from autopar.runtime.clipping import see_all_stages
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.module import copy_tree, without_own_calls
+from autopar.runtime.optimizers import try_optimizers
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.profiling import StepProfiler, ranges
 from autopar.runtime.staged_program import PipelinedProgram, names_on_rank
@@ -197,6 +198,7 @@ class Job:
         )
         made = compiled(self.model, runner, init_fn=self.init_fn, names=names)
         see_all_stages(made)
+        try_optimizers(made)
         return made
 
     def _autocast(self, plan: Plan) -> torch.dtype | None:
@@ -399,4 +401,5 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
 
     lazy = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
     waiting.__class__ = lazy
+    try_optimizers(waiting)
     return waiting

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import AOTInput, FakeTensorMode, traced_stack
+from autopar.capture.attributes import check_attributes
 from autopar.capture.blocks import find_blocks
 from autopar.capture.call import CallSpec, ResultSpec, read_call
 from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable
@@ -69,11 +70,14 @@ def capture(model: nn.Module, example_inputs: object, *, training: bool = True, 
         if fake.module.training != training:
             fake.module.train(training)
         traced = trace(fake, call, [fake.fake(each) for each in examples], with_backward=with_backward, name=name)
-        return _assemble(name, fake, call, traced, training=training, with_backward=with_backward)
+        captured = _assemble(name, fake, call, traced, training=training, with_backward=with_backward)
     except AutoparError:
         raise
     except Exception as error:
         raise _explain(name, error) from error
+    if traced.changes_python:
+        check_attributes(model, call, examples, training=training, with_backward=with_backward)
+    return captured
 
 
 def _assemble(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from autopar.errors import CaptureError, UsageError
 
@@ -49,6 +50,7 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         ),
     ),
 )
+_SHOWN = 3
 _OTHERWISE = ("torch cannot trace it", "rewrite the line with plain tensor operations, or move it out of forward")
 
 
@@ -85,6 +87,29 @@ def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
         "change it outside of forward (under torch.no_grad(), after optimizer.step(); so for max_norm of "
         "nn.Embedding), or use a changed copy: weight = self.weight.clamp(...)"
     )
+
+
+def attribute_advances(model: str, paths: Sequence[str]) -> CaptureError:
+    """Return the error for attributes that forward changes at every call, and computes with."""
+    return CaptureError(
+        f"{model} cannot be captured: its forward computes with {_some(paths)}, and changes it at every call; the "
+        "captured program would keep the value of one call\n"
+        "make it a buffer (self.register_buffer) that forward changes in place, or an argument of forward that the "
+        "training loop counts up"
+    )
+
+
+def attributes_stay(model: str, paths: Sequence[str]) -> str:
+    """Return the warning about attributes that forward sets for others to read."""
+    return (
+        f"forward of {model} changes {_some(paths)} at every call, and the captured program does not: of a compiled "
+        "model it keeps the value from before; return it from forward where it is read, or make it a buffer"
+    )
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return f"the attribute{'' if len(paths) == 1 else 's'} {', '.join(paths[:_SHOWN])}{more}"
 
 
 def trained_elsewhere(model: str, name: str, shape: tuple[int, ...]) -> CaptureError:

@@ -3,7 +3,10 @@
     x[mask] = value        →        x.copy_(where(mask, value, x))
 
 where the same value goes to all places (a number, a learned vector). Indexing by a mask finds the places first, and
-how many there are depends on the data: the value's gradient would have no static shape.
+how many there are depends on the data: the value's gradient would have no static shape. So for values that are
+computed of what stands at the same places:
+
+    x[mask] += y[mask]     →        x.copy_(where(mask, where(mask, x, 1) + where(mask, y, 1), x))
 """
 
 from __future__ import annotations
@@ -32,6 +35,149 @@ def choose_by_masks(graph: fx.GraphModule) -> int:
     if changed:
         graph.recompile()
     return changed
+
+
+def compute_everywhere(graph: fx.GraphModule) -> int:
+    """Compute what is read and written by one mask at every place instead, in a graph of Dynamo's; return how many.
+
+    At the other places it is computed of ones and not used; what is infinite there would make its gradients NaN.
+    """
+    changed = 0
+    for node in list(graph.graph.nodes):
+        written = _written(node)
+        if written is None:
+            continue
+        into, index, value = written
+        if not (isinstance(index, fx.Node) and isinstance(value, fx.Node)) or not _is_mask_of(index, into):
+            continue
+        steps = _steps_between(value, index, into)
+        if steps is None or _changed_between(node, steps):
+            continue
+        with graph.graph.inserting_before(node):
+            known = _computed_of_all(graph.graph, steps, index)
+        in_place = node.target is operator.setitem or node.target in _IN_PLACE
+        node.op, node.target = "call_function", _choose_computed_in_place if in_place else _choose_computed
+        node.args, node.kwargs = (into, index, known[value]), {}
+        for step in (node, *known.values()):
+            step.meta = {name: each for name, each in node.meta.items() if name == "stack_trace"}
+        for step in reversed(steps):
+            if not step.users:
+                graph.graph.erase_node(step)
+        changed += 1
+    if changed:
+        graph.recompile()
+    return changed
+
+
+_OUT_OF_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+_PARTIAL: frozenset[Any] = frozenset(
+    {operator.truediv, operator.itruediv, torch.div, torch.log, torch.sqrt, "div", "log", "sqrt"}
+)
+"""Functions that, or whose derivatives, are infinite where their (last) argument is 0."""
+
+_ELEMENTWISE: frozenset[Any] = _PARTIAL | {
+    *_OUT_OF_PLACE, *_OUT_OF_PLACE.values(), operator.neg,
+    torch.abs, torch.add, torch.clamp, torch.cos, torch.exp, torch.mul, torch.neg, torch.relu, torch.sigmoid, torch.sin,
+    torch.square, torch.sub, torch.tanh,
+    "abs", "add", "clamp", "cos", "detach", "exp", "mul", "neg", "relu", "sigmoid", "sin", "square", "sub", "tanh",
+}  # fmt: skip
+
+
+def _computed_of_all(graph: fx.Graph, steps: list[fx.Node], mask: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Return, by step, a new node that computes the same at every place."""
+    known: dict[fx.Node, fx.Node] = {}
+    for step in steps:
+        if _is_read(step, mask):
+            known[step] = graph.call_function(_ones_elsewhere, (step.args[0], mask))
+        else:
+            args, kwargs = fx.map_arg((step.args, dict(step.kwargs)), lambda each: known.get(each, each))
+            known[step] = graph.create_node(step.op, _OUT_OF_PLACE.get(step.target, step.target), args, kwargs)
+    return known
+
+
+def _is_mask_of(index: fx.Node, into: Any) -> bool:
+    """Return whether a node is a mask over the leading dimensions of a tensor."""
+    mask, tensor = _known(index), _known(into)
+    if not (isinstance(mask, torch.Tensor) and isinstance(tensor, torch.Tensor) and mask.dtype is torch.bool):
+        return False
+    return 0 < mask.dim() <= tensor.dim() and mask.shape == tensor.shape[: mask.dim()]
+
+
+def _is_read(node: fx.Node, mask: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem and node.args[1] is mask
+
+
+def _steps_between(value: fx.Node, mask: fx.Node, into: Any) -> list[fx.Node] | None:
+    """Return the nodes that compute a value, in order, of what a mask reads; `None` if it is made otherwise."""
+    found: set[fx.Node] = set()
+    pending = [value]
+    behind = _known(into).dim() - _known(mask).dim()
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if _is_read(node, mask):
+            read = node.args[0]
+            if not _is_mask_of(mask, read) or _known(read).dim() != _known(into).dim():
+                return None
+            continue
+        if node.op not in {"call_function", "call_method"} or node.target not in _ELEMENTWISE:
+            return None
+        last = node.args[-1]
+        if node.target in _PARTIAL and isinstance(last, fx.Node) and not _is_read(last, mask):
+            return None
+        for each in node.all_input_nodes:
+            known = _known(each)
+            if isinstance(known, torch.Tensor) and _is_counted(known):
+                pending.append(each)
+            elif not isinstance(known, torch.Tensor) or known.dim() > behind:
+                return None
+    order = [node for node in value.graph.nodes if node in found]
+    return order if any(_is_read(each, mask) for each in order) else None
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Return whether a size of a tensor depends on data."""
+    return any(not isinstance(size, int) for size in tensor.shape)
+
+
+def _changed_between(write: fx.Node, steps: list[fx.Node]) -> bool:
+    """Return whether something is written in place between the first of the steps and the write, other than they."""
+    node = steps[0]
+    while node is not write:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        in_place = (
+            node.target is operator.setitem
+            or node.target in _OUT_OF_PLACE
+            or (name.endswith("_") and not name.endswith("__"))
+        )
+        if in_place and node not in steps:
+            return True
+        node = node.next
+    return False
+
+
+def _ones_elsewhere(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(_over(mask, tensor), tensor, torch.ones((), dtype=tensor.dtype, device=tensor.device))
+
+
+def _over(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a mask over leading dimensions as one that broadcasts to the tensor."""
+    return mask.reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim()))
+
+
+def _choose_computed(into: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.where(_over(mask, into), value.to(into.dtype), into)
+
+
+def _choose_computed_in_place(into: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return into.copy_(_choose_computed(into, mask, value))
 
 
 def counting_write(graph: fx.GraphModule) -> fx.Node | None:

@@ -34,7 +34,7 @@ def drop_idle_strides(joint: fx.GraphModule) -> int:
     """
     dropped = 0
     for node in list(joint.graph.nodes):
-        if node.target is _aten.copy.default and _is_whole(*node.args[:2]):
+        if node.target is _aten.copy.default and _is_whole(*node.args[:2]) and _lies_as(node, node.args[1]):
             node.replace_all_uses_with(node.args[1])
             dropped += 1
         if node.target not in _STRIDED:
@@ -53,6 +53,12 @@ def drop_idle_strides(joint: fx.GraphModule) -> int:
     if dropped:
         joint.graph.eliminate_dead_code()
     return dropped
+
+
+def _lies_as(made: fx.Node, source: fx.Node) -> bool:
+    """Return whether a copy lies in memory as its source does: views of the one are views of the other."""
+    value = made.meta["val"]
+    return _same_strides(value.shape, value.stride(), source.meta["val"].stride())
 
 
 def _is_whole(into: fx.Node, source: fx.Node) -> bool:

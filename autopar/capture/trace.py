@@ -21,6 +21,7 @@ from autopar._torch import (
     dynamo_capture,
     dynamo_settings,
     pytree,
+    recorded_side_effects,
     storage_key,
     without_guards,
 )
@@ -29,11 +30,14 @@ from autopar.capture.call import CallSpec, ResultSpec, open_records
 from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
 from autopar.capture.library import without_value_checks
-from autopar.capture.masked import choose_by_masks, counting_write
+from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write
 from autopar.capture.origin import user_line
 
 PREFIX = "model"
 """Name of the user's model inside the traced module."""
+
+_GLOBAL = "G["
+"""How Dynamo names what it finds in globals: the recorders of transformers, say."""
 
 _CHECKS = frozenset(
     {
@@ -105,6 +109,9 @@ class Traced:
     loose: dict[str, Loose]
     """Plain tensor attributes by the name AOTAutograd knows them under."""
 
+    changes_python: bool
+    """Whether forward changes Python objects that outlive it, other than globals: the graph does not."""
+
 
 def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, with_backward: bool, name: str) -> Traced:
     """Return the joint graph of the fake model on fake inputs (the forward graph alone without `with_backward`)."""
@@ -113,8 +120,9 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         stack.enter_context(_ambient(with_backward))
         stack.enter_context(without_value_checks())
         program = _Program(fake.module, call)
-        with without_guards():
+        with without_guards(), recorded_side_effects() as changed:
             graph = dynamo_capture(program)(*inputs)
+        compute_everywhere(graph)
         _require_static(graph, name)
         open_bags(graph)
         choose_by_masks(graph)
@@ -125,7 +133,17 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         result = _plain_outputs(graph)
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
         _drop_checks(joint)
-    return Traced(joint, result, loose)
+    return Traced(joint, result, loose, changes_python=not all(each.startswith(_GLOBAL) for each in changed))
+
+
+def trace_python(
+    fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor]
+) -> tuple[fx.GraphModule, frozenset[str]]:
+    """Return the graph of forward as Dynamo reads it now, and the plain tensor attributes that it reads."""
+    with quiet(), _ambient(torch.is_grad_enabled()), without_value_checks(), without_guards():
+        graph = dynamo_capture(_Program(fake.module, call))(*inputs)
+    read = (fake.attribute(each) for _, each in named_tensors(graph) if id(each) not in fake.names)
+    return graph, frozenset(each for each in read if each is not None)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ _SMALL: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_GROUPED, **_MOE, "num_experts": 8, "moe_intermediate_size": 64},
     "gemma": _GROUPED,
     "gemma2": _GROUPED,
-    "gemma3_text": {**_GROUPED, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3_text": {**_GROUPED, "sliding_window": 16, "sliding_window_pattern": 2},
     "gpt_oss": {**_GROUPED, **_MOE, "num_local_experts": 8, "sliding_window": 16},
     "qwen2_moe": {**_GROUPED, **_MOE, "num_experts": 8, "moe_intermediate_size": 64,
                   "shared_expert_intermediate_size": 64},

@@ -76,8 +76,8 @@ class Seeding:
     next_seed: Callable[[], int] = next_seed
     """Draws a seed from torch's default generator; ranks that differ in its state get different ones."""
 
-    step_seed: Callable[[int], AbstractContextManager[None]] = step_seed
-    """Context in which a step's forward or backward runs with a seed."""
+    step_seed: Callable[..., AbstractContextManager[None]] = step_seed
+    """Context in which a step's forward or backward runs with a seed; see `random_ops.step_seed`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ which names the operator and the part of its result that a rank makes. So equal
 parts are equal on all ranks whatever each rank drew before, a part computed
 again in the backward pass is the same again, and nothing depends on order.
 
+What all micro-batches of a step share is drawn from the seed of the step (`OF_STEP`), all else from the micro-batch's.
+
 Who runs a program says the seed of the step around it:
 
     with step_seed(next_seed()):
@@ -26,8 +28,11 @@ from typing import Any
 
 import torch
 
-_SEED: ContextVar[int | None] = ContextVar("autopar_step_seed", default=None)
+_SEED: ContextVar[tuple[int, int] | None] = ContextVar("autopar_step_seed", default=None)
 _MASK = (1 << 64) - 1
+
+OF_STEP = 1 << 40
+"""Added to the salt of what is drawn once for all micro-batches of a step: salts are smaller."""
 
 
 def next_seed() -> int:
@@ -36,9 +41,12 @@ def next_seed() -> int:
 
 
 @contextmanager
-def step_seed(seed: int) -> Iterator[None]:
-    """Let the operators of one step draw from `seed`; the backward pass of the step must run with the same."""
-    token = _SEED.set(seed)
+def step_seed(seed: int, of_step: int | None = None) -> Iterator[None]:
+    """Let the operators of one step draw from `seed`; the backward pass of the step must run with the same.
+
+    Of a step in micro-batches, `seed` is that of one of them, and `of_step` that of what all of them share.
+    """
+    token = _SEED.set((seed, seed if of_step is None else of_step))
     try:
         yield
     finally:
@@ -95,9 +103,10 @@ _LIBRARY = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyp
 
 def _drawn(original: Any, salt: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what the operator draws; the generator of its device is as it was afterwards."""
-    seed = _SEED.get()
-    if seed is None:
+    seeds = _SEED.get()
+    if seeds is None:
         raise RuntimeError(f"{original} was run outside of `step_seed`: the runtime says the seed of each step")
+    seed = seeds[1] if salt >= OF_STEP else seeds[0]
     device = next((each.device for each in args if isinstance(each, torch.Tensor)), kwargs.get("device"))
     device = torch.device(device if device is not None else "cpu")
     devices = [] if device.type == "cpu" else [device]

@@ -40,6 +40,9 @@ class Site:
     metas: tuple[TensorMeta, ...]
     """Global shape and dtype of each tensor read, in `Op.refs` order."""
 
+    once: bool = False
+    """Whether all micro-batches of a step share what it makes; see `drawn_once`."""
+
     issued: list[tuple[str, int, str]] = field(default_factory=list)
     """Collectives emitted so far: operation, axis, reduction."""
 

@@ -19,6 +19,7 @@ from autopar.ir.plan import Decisions
 from autopar.ir.reshard import Step, route
 from autopar.ir.tasks import block_of
 from autopar.rewrite.derived import derived_parameters
+from autopar.rewrite.drawn_once import drawn_once
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.inputs import split_inputs
 from autopar.rewrite.marks import COLLECTIVES, WAIT, Mark, Role
@@ -53,6 +54,7 @@ class Localiser:
         self.writer = Writer(self.out, mesh, mesh.coordinate(self.rank))
         self.per_phase = derived_parameters(self.graph, self.decisions)
         self._split = split_inputs(self.graph, mesh, self.split) if self.split else {}
+        self._once = drawn_once(self.graph, self.decisions)
         self._nodes = {node.name: node for node in self.joint.graph.nodes}
         self._made: dict[tuple[str, Phase | None], Made] = {}
         self._elements: dict[tuple[Ref, Phase | None], fx.Node] = {}
@@ -115,6 +117,7 @@ class Localiser:
             mesh=self.decisions.mesh,
             coordinate=self.writer.coordinate,
             metas=tuple(self.graph.meta(ref) for ref in op.refs),
+            once=op.name in self._once,
         )
         made: Made = emit(site, node)
         self._describe(before, node, op, phase)

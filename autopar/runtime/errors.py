@@ -174,6 +174,33 @@ def some_gradients_of_stages(given: int, held: int) -> UsageError:
     )
 
 
+def optimizer_joins_parameters(kind: str) -> UsageError:
+    """Return the error for an optimizer that needs all parameters at once, where a rank holds some stages' only."""
+    return UsageError(
+        f"{kind} updates each parameter by what it knows of the others (tried on small tensors), and of this plan's "
+        "pipeline stages each rank holds its own: ranks would take unlike steps. Use an optimizer that updates "
+        "parameter by parameter (AdamW, SGD), or plan without stages (--fix pp=1)"
+    )
+
+
+def optimizer_fails(kind: str, why: str) -> UsageError:
+    """Return the error for an optimizer that does not work on DTensors."""
+    return UsageError(
+        f"{kind} fails on parameters that are DTensors (tried on small ones): {_first_line(why)}\n"
+        "leave out its settings fused and foreach if you gave them, use another optimizer (AdamW, SGD), or a plan "
+        "whose stages have one rank each (--fix pp=RANKS), which hold plain tensors"
+    )
+
+
+def optimizer_differs(kind: str, name: str, layout: str) -> UsageError:
+    """Return the error for an optimizer that updates a parameter held in parts otherwise than a whole one."""
+    return UsageError(
+        f"{kind} updates a parameter held as {layout} (such as {name}) otherwise than a whole one (tried on small "
+        "tensors): it works on this rank's part alone. Use an optimizer that works on DTensors (those of torch.optim "
+        "do), or hold parameters whole (--fix zero=0 with dp_replicate)"
+    )
+
+
 def generators_drifted() -> RanksDisagreeError:
     """Return the error for ranks whose random generators were equal at first and are not any more."""
     return RanksDisagreeError(

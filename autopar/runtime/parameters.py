@@ -140,19 +140,25 @@ class _Placer:
         return parameter_like(old, new) if isinstance(old, nn.Parameter) else new
 
     def _distributed(self, name: str, old: torch.Tensor, layout: Layout) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
         part = own_part(old.detach(), layout, self.groups.mesh, self.groups.rank)
         local = dense_copy(part.to(self.ranks.device), old)
-        whole = DTensor.from_local(
-            local,
-            self.groups.device_mesh,
-            dtensor_placements(name, layout, self.groups.mesh),
-            run_check=False,
-            shape=old.shape,
-            stride=old.stride(),
-        )
-        return parameter_like(old, whole)
+        return parameter_like(old, distributed_from(local, old, name, layout, self.groups))
+
+
+def distributed_from(
+    local: torch.Tensor, whole: torch.Tensor, name: str, layout: Layout, groups: Groups
+) -> torch.Tensor:
+    """Return the DTensor of which this rank holds `local`, of the shape and strides of `whole`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        groups.device_mesh,
+        dtensor_placements(name, layout, groups.mesh),
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
 _OF_DTENSORS = frozenset({"_local_tensor", "_spec"})

@@ -152,7 +152,7 @@ class Step:
     def _seeded(self, seed: int | None, microbatch: int) -> AbstractContextManager[None]:
         if seed is None or self._sources.seeding is None:
             return nullcontext()
-        return self._sources.seeding.step_seed(microbatch_seed(seed, microbatch))
+        return self._sources.seeding.step_seed(microbatch_seed(seed, microbatch), seed)
 
     def _lookup(self, name: str, microbatch: int) -> torch.Tensor:
         """Return a start: the micro-batch's part of an input, or what all micro-batches share."""

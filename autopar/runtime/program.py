@@ -124,8 +124,8 @@ class Seeding(Protocol):
         """Return what draws a seed from torch's default generator."""
 
     @property
-    def step_seed(self) -> Callable[[int], AbstractContextManager[None]]:
-        """Return the context in which a step runs with a seed."""
+    def step_seed(self) -> Callable[..., AbstractContextManager[None]]:
+        """Return the context in which a step runs with a seed; of a micro-batch with its own, and that of the step."""
 
 
 class Local(Protocol):

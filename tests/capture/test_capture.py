@@ -117,7 +117,8 @@ def test_model_and_random_state_are_left_as_they_were(fails: bool):
         with pytest.raises(CaptureError):
             capture(model, (IDS,))
     else:
-        capture(model, (IDS,))
+        with pytest.warns(UserWarning, match="changes the attribute calls"):
+            capture(model, (IDS,))
 
     assert torch.equal(torch.get_rng_state(), state)
     assert model.scale is scale
@@ -463,3 +464,21 @@ def test_transformers_models_are_not_loaded_to_find_that_a_module_is_none_of_the
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
 
     FakeModel(nn.Linear(2, 2), FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def test_a_tensor_written_through_its_transpose_is_viewed_as_it_lies_in_memory():
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            features = super().forward(x)
+            heads = features.view(1, 6, 2, 4).permute(0, 2, 1, 3)
+            heads /= torch.full((), 4.0).sqrt() * heads.contiguous()
+            return features.view(6, 8).square().sum()
+
+    model, x = Scaled(5, 8), torch.randn(1, 6, 5)
+
+    found = run(capture(model, (x,)), model, (x,))
+    loss = model(x)
+    loss.backward()
+
+    torch.testing.assert_close(found.result, loss)
+    torch.testing.assert_close(found.gradients["weight"], model.weight.grad)

@@ -70,6 +70,80 @@ def test_write_by_a_mask_is_a_choice_with_eagers_values_and_gradients(name: str)
             torch.testing.assert_close(found.gradients[path], parameter.grad)
 
 
+def _scaled(h: torch.Tensor, mask: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    h[mask] = h[mask] * token + 1
+    return h
+
+
+def _of_another(h: torch.Tensor, mask: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    other = h * 2 + token
+    h[mask] += other[mask]
+    return h
+
+
+def _outside(h: torch.Tensor, mask: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    h[~mask] *= 0.5
+    return h
+
+
+def _log_of_positive(h: torch.Tensor, mask: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    h = torch.where(mask[..., None], h.abs() + 1, 0.0)
+    h[mask] = h[mask].log()
+    return h
+
+
+def _infinite_elsewhere(h: torch.Tensor, mask: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    h = torch.where(mask[..., None], h, float("inf"))
+    h[mask] = torch.tanh(h[mask]) - token
+    return torch.where(mask[..., None], h, 0.0)
+
+
+def _every_element(h: torch.Tensor, mask: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    where = mask[..., None].expand(3, 4, 6)
+    h[where] /= 3
+    h[where] -= token[0]
+    return h
+
+
+@pytest.mark.parametrize(
+    "write", [_scaled, _of_another, _outside, _log_of_positive, _infinite_elsewhere, _every_element]
+)
+def test_what_a_mask_reads_and_writes_is_computed_with_eagers_values_and_gradients(write: Write):
+    model, inputs = Writes(write), (torch.randn(3, 4, 5), torch.rand(3, 4) > 0.5)
+
+    found = run(capture(model, inputs), model, inputs)
+    loss = model(*inputs)
+    loss.backward()
+
+    torch.testing.assert_close(found.result, loss)
+    for path, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found.gradients[path], parameter.grad)
+
+
+def _of_zeros_elsewhere(h: torch.Tensor, mask: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    h[mask] = (h[mask] - 1).square().log()
+    return h
+
+
+def _changed_meanwhile(h: torch.Tensor, mask: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    read = h[mask]
+    h.mul_(2)
+    h[mask] = read + 1
+    return h
+
+
+def _in_order(h: torch.Tensor, mask: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    h[mask] = h[mask].cumsum(0)
+    return h
+
+
+@pytest.mark.parametrize("write", [_of_zeros_elsewhere, _changed_meanwhile, _in_order])
+def test_what_would_differ_at_every_place_is_refused(write: Write):
+    with pytest.raises(CaptureError, match="depends on tensor values"):
+        capture(Writes(write), (torch.randn(3, 4, 5), torch.rand(3, 4) > 0.5))
+
+
 def test_number_that_integers_cut_off_is_written_as_before():
     class Counts(nn.Linear):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -195,6 +195,13 @@ BAD_FILES = [
         "matmul_efficiency.bf16: must be more than 0 and at most 1, but is 1.5",
     ),
     ("network/0/oversubscription", 0.5, "network[0].oversubscription: must be at least 1, but is 0.5"),
+    ("network/0/oversubscription", float("nan"), "network[0].oversubscription: must be finite, but is nan"),
+    ("network/0/level", "node", "network[0].level: 'node' is the name of the links inside a node already"),
+    ("network", [{"level": "a", "size": 2}, {"level": "a"}], "network[1].level: 'a' is the name of network[0] already"),
+    ("devices/a100/memory/capacity", "1e400GiB", "memory.capacity: '1e400GiB' is too large for a size in bytes"),
+    ("nodes/dgx/links/bandwidth", "1e999999999GB/s", "links.bandwidth: '1e999999999GB/s' is too large for a bandwidth"),
+    ("groups/0/count", 10**20, "groups[0].count: must be at most 1,000,000, but is 100,000,000,000,000,000,000"),
+    ("nodes", {3: {}}, "nodes: key 3 is no text; write it in quotes"),
     ("network/0/size", 4, "c.yaml: network levels (pod 4) do not make up the 6 nodes of the groups"),
     ("network", [{"level": "rack"}, {"level": "pod"}], "network level 'rack' is not the outermost and needs 'size'"),
     ("network", [{"level": "rack", "size": 4}, {"level": "pod"}], "(rack 4 x pod ?) do not make up the 6 nodes"),
@@ -207,6 +214,42 @@ def test_a_wrong_cluster_file_is_refused_with_key_path_and_way_out(path, value, 
         ClusterSpec.from_dict(edited(path, value), origin="c.yaml")
 
     assert message.replace("groups[0]: node:", "groups[0].node:") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            "name: two-pods",
+            "name: two-pods\nname: other",
+            "c.yaml: name: given twice, in line 3 and in line 4",
+        ),
+        ("count: 4}", "count: 4, count: 2}", "c.yaml: groups[0].count: given twice, in line 13 and in line 13"),
+        ("groups:", "nodes: {}\ngroups:", "c.yaml: nodes: given twice, in line 7 and in line 12"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path, monkeypatch, first, second, message):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(TWO_PODS.replace(first, second, 1))
+
+    with pytest.raises(ClusterError) as caught:
+        ClusterSpec.from_file("c.yaml")
+
+    assert message in str(caught.value)
+
+
+def test_yaml_may_say_one_mapping_in_several_places(tmp_path):
+    text = TWO_PODS.replace("old: {device", "old: {<<: *dgx, device").replace("dgx: {device", "dgx: &dgx {device")
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+
+    assert ClusterSpec.from_file(path).device_count == 48
+
+
+@pytest.mark.parametrize("text", ["cpu:99999999", "h100-sxm-80gb:8x99999999999999999999", "cpu:" + "9" * 5000])
+def test_a_shorthand_of_more_devices_than_there_can_be_is_refused(text):
+    with pytest.raises(ClusterError, match="must be at most 1,000,000"):
+        ClusterSpec.parse(text)
 
 
 SPARSE = [

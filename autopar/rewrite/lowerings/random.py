@@ -8,17 +8,20 @@ import zlib
 from torch import fx
 
 from autopar.ir.placement import Shard
-from autopar.rewrite.random_ops import seeded
+from autopar.rewrite.random_ops import OF_STEP, seeded
 from autopar.rewrite.site import Site
 
 
 def salt(site: Site) -> int:
-    """Return a number for this operator and this rank's part of its result: what the seed of the step is mixed with."""
+    """Return a number for this operator and this rank's part of its result: what the seed is mixed with.
+
+    What all micro-batches share is the same in all of them, as it is drawn once on a single device.
+    """
     part = ",".join(
         f"{axis.name}={at}" if any(isinstance(layout[i], Shard) for layout in site.strategy.outputs if layout) else ""
         for i, (axis, at) in enumerate(zip(site.mesh.axes, site.coordinate, strict=True))
     )
-    return zlib.crc32(f"{site.op.name}|{part}".encode())
+    return zlib.crc32(f"{site.op.name}|{part}".encode()) + (OF_STEP if site.once else 0)
 
 
 def drawn(site: Site) -> fx.Node | tuple[fx.Node, ...]:

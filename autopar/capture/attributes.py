@@ -1,0 +1,109 @@
+"""Python attributes that forward changes: whether the program is another one at every call, and what users miss.
+
+Dynamo reads the Python once, so that a captured program keeps what attributes were then. What a forward keeps for
+itself and finds again (a table for a length, a type) is the same at every call; a counter in its arithmetic is not.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar._torch import FakeTensorMode, pytree
+from autopar.capture.call import CallSpec
+from autopar.capture.errors import attribute_advances, attributes_stay
+from autopar.capture.fake import FakeModel
+from autopar.capture.trace import quiet, trace_python
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def check_attributes(
+    model: nn.Module, call: CallSpec, examples: Sequence[torch.Tensor], *, training: bool, with_backward: bool
+) -> None:
+    """Hold a model whose forward changes Python objects against its own second and third call, on fake tensors.
+
+    Warns of attributes that go on changing and are only read elsewhere: the compiled model's do not. What is set by the
+    first call alone is not looked at.
+
+    Raises:
+        CaptureError: the program depends on an attribute that changes from call to call.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeModel(model, mode)
+    if fake.module.training != training:
+        fake.module.train(training)
+    inputs = [fake.fake(each) for each in examples]
+    name = type(model).__name__
+    state = random.getstate()
+
+    def read() -> tuple[fx.GraphModule, frozenset[str]]:
+        random.setstate(state)
+        with torch.set_grad_enabled(with_backward):
+            return trace_python(fake, call, inputs)
+
+    def run() -> dict[str, Any]:
+        random.setstate(state)
+        leaves = iter(inputs)
+        given = [value if at is None else next(leaves) for at, value in zip(call.inputs, call.baked, strict=True)]
+        args, kwargs = pytree.tree_unflatten(given, call.structure)
+        with mode, torch.set_grad_enabled(with_backward), quiet():
+            fake.module(*args, **kwargs)
+        return dict(_attributes(fake.module))
+
+    try:
+        first = run()
+        second = run()
+    except Exception:  # noqa: BLE001
+        return  # it leaves the fake world where Dynamo does not: nothing can be told
+    finally:
+        random.setstate(state)
+    changed = sorted(path for path, value in second.items() if path not in first or not _same(first[path], value))
+    if not changed:
+        return
+    before, tensors = read()
+    advancing = [path for path in changed if path in tensors]
+    if not advancing:
+        run()
+        after, _ = read()
+        if str(before.graph) != str(after.graph):
+            advancing = [path for path in changed if not _holds_tensor(second[path])] or changed
+    random.setstate(state)
+    if advancing:
+        raise attribute_advances(name, advancing)
+    warnings.warn(attributes_stay(name, changed), stacklevel=2)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values and tensors that modules hold in attributes of their own, by path, each as a tuple."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH and _told(value):
+                yield f"{path}.{name}" if path else name, tuple(pytree.tree_leaves(value))
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _told(value: Any) -> bool:
+    """Return whether a value is one whose change can be seen: plain, a tensor, or a container of such."""
+    return all(isinstance(each, (*_PLAIN, torch.Tensor)) for each in pytree.tree_leaves(value))
+
+
+def _holds_tensor(leaves: tuple[Any, ...]) -> bool:
+    return any(isinstance(each, torch.Tensor) for each in leaves)
+
+
+def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Return whether a container holds what it held: the same tensors, equal values."""
+    if len(before) != len(after):
+        return False
+    return all(
+        one is other or (not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and one == other)
+        for one, other in zip(before, after, strict=True)
+    )

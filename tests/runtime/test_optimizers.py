@@ -1,0 +1,199 @@
+"""Optimizers of torch and others on compiled models: the steps of one device, or an error before the first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import autopar
+from autopar.errors import UsageError
+from tests.support.ranks import RankPool
+from tests.support.training import whole
+
+DATA = {"dp_replicate": 2}
+ZERO = {"dp_shard": 2, "zero": 3}
+TENSOR = {"tp": 2}
+STAGES = {"pp": 2, "microbatch": 4}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+class Blocks(nn.Module):
+    """Four residual blocks and a distance."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16, bias=bias), nn.GELU(), nn.Linear(16, 8, bias=bias)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x - y).square().mean()
+
+
+class Changed(optim.SGD):
+    """SGD on gradients that it changes first."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.change([each for group in self.param_groups for each in group["params"] if each.grad is not None])
+        super().step()
+        return loss
+
+    def change(self, graded: list[Any]) -> None:
+        raise NotImplementedError
+
+
+class ClipsByItself(Changed):
+    def change(self, graded: list[Any]) -> None:
+        norm = torch.stack([each.grad.norm() for each in graded]).norm()
+        for each in graded:
+            each.grad = each.grad / norm
+
+
+class LocalLargest(Changed):
+    def change(self, graded: list[Any]) -> None:
+        for each in graded:
+            local = each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad
+            each.grad = each.grad / local.abs().max().item()
+
+
+class Noisy(Changed):
+    def change(self, graded: list[Any]) -> None:
+        for each in graded:
+            each.grad = each.grad + torch.randn(each.grad.shape, dtype=each.grad.dtype)
+
+
+def _two_groups(model: nn.Module) -> optim.Optimizer:
+    named = list(model.named_parameters())
+    made = optim.AdamW([each for name, each in named if name.endswith("weight")], lr=1e-2)
+    made.add_param_group({"params": [each for name, each in named if name.endswith("bias")], "lr": 3e-2})
+    return made
+
+
+def _of(kind: type[optim.Optimizer], **settings: Any) -> Callable[[nn.Module], optim.Optimizer]:
+    return lambda model: kind(model.parameters(), **settings)
+
+
+MADE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "adafactor": _of(optim.Adafactor, lr=1e-2),
+    "adam fused": _of(optim.AdamW, lr=1e-2, fused=True),
+    "clips by itself": _of(ClipsByItself, lr=1e-2),
+    "groups": _two_groups,
+    "lbfgs": _of(optim.LBFGS, lr=0.5, max_iter=4),
+    "lbfgs searching": _of(optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe"),
+    "local": _of(LocalLargest, lr=1e-2),
+    "muon": _of(optim.Muon, lr=1e-2),
+    "noisy": _of(Noisy, lr=1e-2),
+    "rprop": _of(optim.Rprop, lr=1e-2),
+    "sgd fused": _of(optim.SGD, lr=1e-2, fused=True),
+}
+
+
+def worst_error(_rank: int, name: str, fix: dict[str, Any], lazy: bool = False) -> float:
+    """Return the largest relative error of a parameter after four steps at a rate that a schedule changes."""
+    if name == "muon":
+        torch.Tensor.bfloat16 = torch.Tensor.double  # type: ignore[method-assign]  # its rounding is no error of ours
+    torch.manual_seed(0)
+    reference = Blocks(bias=name != "muon")
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    example = None if lazy else (x, y)
+    mine = autopar.compile(copy.deepcopy(reference), "cpu:2", example_inputs=example, fix=fix)
+    for model in (reference, mine):
+        optimizer = MADE[name](model)
+        schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+        def closure(model: nn.Module = model, optimizer: optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x, y)
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            optimizer.step(closure)
+            schedule.step()
+    wanted = dict(reference.named_parameters())
+    return max(
+        ((whole(each.detach()) - wanted[key]).norm() / wanted[key].norm()).item()
+        for key, each in mine.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("fix", [DATA, ZERO, TENSOR, STAGES], ids=str)
+@pytest.mark.parametrize("name", ["adam fused", "groups", "muon"])
+def test_steps_are_those_of_one_device(pool: RankPool, name: str, fix: dict[str, Any]):
+    for error in pool.values(worst_error, name, fix):
+        assert error < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("lbfgs", DATA),
+        ("lbfgs", ZERO),
+        ("lbfgs searching", TENSOR),
+        ("adafactor", STAGES),
+        ("rprop", STAGES),
+        ("sgd fused", STAGES),
+    ],
+    ids=str,
+)
+def test_what_some_plans_cannot_step_others_can(pool: RankPool, name: str, fix: dict[str, Any]):
+    for error in pool.values(worst_error, name, fix):
+        assert error < 2e-5
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["planned", "lazy"])
+@pytest.mark.parametrize("name", ["lbfgs", "lbfgs searching", "clips by itself"])
+def test_an_optimizer_that_joins_parameters_is_refused_with_stages(pool: RankPool, name: str, lazy: bool):
+    for outcome in pool.run(worst_error, name, STAGES, lazy):
+        assert outcome.kind == UsageError.__name__
+        assert "updates each parameter by what it knows of the others" in outcome.error
+        assert "--fix pp=1" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("adafactor", ZERO), ("adafactor", TENSOR), ("rprop", ZERO), ("sgd fused", DATA)], ids=str
+)
+def test_an_optimizer_that_fails_on_dtensors_is_refused_with_the_way_out(
+    pool: RankPool, name: str, fix: dict[str, Any]
+):
+    for outcome in pool.run(worst_error, name, fix):
+        assert outcome.kind == UsageError.__name__
+        assert "fails on parameters that are DTensors" in outcome.error
+        assert "use another optimizer" in outcome.error
+
+
+def test_an_optimizer_that_works_on_a_ranks_part_is_refused(pool: RankPool):
+    for outcome in pool.run(worst_error, "local", ZERO):
+        assert "LocalLargest updates a parameter held as Shard(0) (such as layers.0.0." in outcome.error
+        assert "works on this rank's part alone" in outcome.error
+
+
+def test_an_optimizer_that_draws_noise_is_not_judged(pool: RankPool):
+    for outcome in pool.run(worst_error, "noisy", STAGES):
+        assert outcome.error == ""
+
+
+def random_state_is_kept(_rank: int) -> bool:
+    model = autopar.compile(Blocks(bias=True), "cpu:2", example_inputs=(torch.ones(8, 8), torch.ones(8, 8)), fix=DATA)
+    model(torch.ones(8, 8), torch.zeros(8, 8)).backward()
+    before = torch.get_rng_state()
+    optim.AdamW(model.parameters()).step()
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_trying_an_optimizer_draws_no_random_numbers(pool: RankPool):
+    assert all(pool.values(random_state_is_kept))
