@@ -84,6 +84,9 @@ class Priced:
     device_bytes: float | None = None
     """What a device of the row has; all that ran on it fitted."""
 
+    assumed: str = ""
+    """What the row does not say and was assumed to price it; empty: nothing."""
+
     @property
     def is_too_large(self) -> bool:
         """Return whether more is predicted than the device has, on which it did run."""

@@ -43,6 +43,12 @@ class Stack:
     reruns_all: bool = True
     """Whether recomputation runs a whole layer again, or stops at the last value that backward needs."""
 
+    stops_early: bool = False
+    """Whether recomputation stops at the last value that backward needs in versions that can (torch 2.1 and later).
+
+    `torch.utils.checkpoint.set_checkpoint_early_stop`, on by default; how FSDP's wrappers recompute.
+    """
+
     per_operator: bool = False
     """Whether selective recomputation goes by operator (torchtitan's) instead of repeating attention's core."""
 
@@ -66,7 +72,11 @@ class Stack:
 
     def of_year(self, year: int) -> Stack:
         """Return the stack as it was then."""
-        return replace(self, hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD)
+        return replace(
+            self,
+            hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD,
+            reruns_all=self.reruns_all and not (self.stops_early and year >= _EARLY_STOP),
+        )
 
     def cut(self, layers: int, stages: int) -> Stack:
         """Return the stack as it must be to run so many layers on so many stages: a version that can."""
@@ -101,6 +111,8 @@ class Stack:
 _MATURE_AFTER_YEARS = 2.0
 _FIRST_ATTENTION_KERNELS = 2023
 _ASYNCHRONOUS_BACKWARD = 2022
+_EARLY_STOP = 2024
+"""The first whole year of torch 2.1 (October 2023)."""
 
 
 _FRAMEWORKS = (
@@ -130,7 +142,16 @@ _FRAMEWORKS = (
 
 def pytorch() -> Stack:
     """Return PyTorch's own operators, sharded by FSDP or DDP."""
-    return Stack("eager", float32_gradients=False, overlaps=True)
+    return Stack("eager", float32_gradients=False, overlaps=True, stops_early=True)
+
+
+_PYTORCH = r"torch|fsdp|ddp"
+"""What a framework's name contains that is plain PyTorch by its name."""
+
+
+def is_known(framework: str) -> bool:
+    """Return whether a framework's name says what it runs; PyTorch's own operators are assumed of all others."""
+    return any(re.search(pattern, framework.lower()) for pattern in (*(each for each, _ in _FRAMEWORKS), _PYTORCH))
 
 
 def stack_of(framework: str, compiled: bool) -> Stack:

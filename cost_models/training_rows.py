@@ -14,7 +14,7 @@ from cost_models.cluster_file import shorthand_node
 from cost_models.device_names import catalogued_name
 from cost_models.errors import CostModelError
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
-from cost_models.stack import Stack, stack_of
+from cost_models.stack import Stack, is_known, stack_of
 
 _GB, _GBIT = 1e9, 1e9 / 8
 _FABRICS = (
@@ -22,13 +22,20 @@ _FABRICS = (
     (r"\befa\b", "efa-3200g"),
     (r"roce|ethernet", "roce"),
     (r"infiniband", "8x400g-ib-ndr"),
+    (r"slingshot", "4x200g-slingshot"),
     (r"", "unnamed"),
 )
 """What a note calls a fabric, to the adapter whose efficiency and latency it has."""
 
+WHOLLY_SHARDED = 3
+"""ZeRO stage at which parameters are sharded at rest."""
+
 _RECOMPUTE = ("none", "selective", "full")
 _PRECISIONS = ("fp32", "bf16", "fp16")
+_TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _FAMILIES = ("gpt", "llama")
+_YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
+_ANSWERS = (*_YES, *_NO)
 _NEUTRAL = frozenset({"", "0", "1", "no", "none", "n/a", "false"})
 _UNPRICED: Mapping[str, str] = {
     "experts": "steps of mixtures of experts are not priced from a table",
@@ -88,6 +95,8 @@ class TrainingRow:
     recompute: str
     measured_step_s: float
     measured_peak_bytes: float | None
+    assumed: str = ""
+    """What the row does not say and was assumed; empty: nothing."""
 
     @property
     def label(self) -> str:
@@ -107,8 +116,10 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     architecture = _architecture(row)
     _refuse_unsaid(row)
     zero = int(_choice(row, "zero", ("0", "1", "2", "3")))
-    stages = _count(row, "pp") * _count(row, "interleave")
-    stack = stack_of(_text(row, "framework"), row.get("compiled", "") == "yes").at_zero(zero)
+    interleave = 1 if (row.get("interleave") or "").strip() in {"", "0"} else _count(row, "interleave")
+    stages = _count(row, "pp") * interleave
+    framework = _text(row, "framework")
+    stack = stack_of(framework, _is_yes(row.get("compiled") or "")).at_zero(zero)
     read = TrainingRow(
         id=_text(row, "id"),
         source=_text(row, "source"),
@@ -121,23 +132,51 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         gpus_per_node=_count(row, "gpus_per_node"),
         link_bytes_per_s=_number(row, "intra_node_GB_per_s_per_gpu") * _GB,
         nic_bytes_per_s=_number(row, "inter_node_Gbit_per_s_per_node") * _GBIT,
-        fabric=row.get("fabric_note", ""),
+        fabric=row.get("fabric_note") or "",
         seq_len=_count(row, "seq_len"),
-        precision=_choice(row, "precision", _PRECISIONS),
+        precision=_precision(row),
         dp=_count(row, "dp"),
         tp=_count(row, "tp"),
         pp=_count(row, "pp"),
-        interleave=_count(row, "interleave"),
-        sequence_parallel=_choice(row, "sequence_parallel", ("yes", "no")) == "yes",
+        interleave=interleave,
+        sequence_parallel=_choice(row, "sequence_parallel", _ANSWERS) in _YES,
         zero=zero,
         micro_batch=_count(row, "micro_batch"),
         global_batch=_count(row, "global_batch"),
         recompute=_choice(row, "recompute", _RECOMPUTE),
         measured_step_s=_positive(row, "measured_step_s"),
-        measured_peak_bytes=_positive(row, "measured_peak_gib") * 2**30 if row.get("measured_peak_gib") else None,
+        measured_peak_bytes=_positive(row, "measured_peak_gib") * 2**30
+        if (row.get("measured_peak_gib") or "").strip()
+        else None,
+        assumed="" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch",
     )
     _check(read)
     return read
+
+
+def evenly_sharded(read: TrainingRow) -> TrainingRow:
+    """Return the row on as many data-parallel ranks as divide what they shard: as it is where its own do.
+
+    FSDP pads what it shards (flat parameters, or each in its first dimension), so that any number of ranks will do;
+    layouts here are even. A rank's work and traffic hardly depend on how many others there are: the nearest number
+    of ranks, each with its own batch, that fill whole nodes and divide the hidden size, of which all matrices have a
+    dimension. Where there is none, the row as it is.
+    """
+    hidden, dp = read.architecture.hidden, read.dp
+    if read.zero != WHOLLY_SHARDED or hidden % dp == 0:
+        return read
+    per_rank = read.gpus // dp
+    fitting = [n for n in range(2, 2 * dp + 1) if hidden % n == 0 and _fills_nodes(read, n * per_rank)]
+    if not fitting:
+        return read
+    best = min(fitting, key=lambda n: max(n, dp) / min(n, dp))
+    return replace(read, dp=best, gpus=best * per_rank, global_batch=read.global_batch // dp * best)
+
+
+def _fills_nodes(read: TrainingRow, gpus: int) -> bool:
+    """Return whether devices fill nodes, and are on one if the row's are."""
+    per_node = read.gpus_per_node
+    return gpus <= per_node if read.gpus <= per_node else gpus > per_node and gpus % per_node == 0
 
 
 def training_cluster(read: TrainingRow) -> ClusterSpec:
@@ -230,10 +269,25 @@ def _text(row: Mapping[str, str], column: str) -> str:
 
 
 def _choice(row: Mapping[str, str], column: str, known: tuple[str, ...]) -> str:
-    found = _text(row, column)
+    found = _text(row, column).lower()
     if found not in known:
         raise CostModelError(f"{column} is {found!r}, not one of {', '.join(known)}")
     return found
+
+
+def _peak_bytes(row: Mapping[str, str]) -> float | None:
+    said = (row.get("measured_peak_gib") or "").strip()
+    return _positive(row, "measured_peak_gib") * 2**30 if said else None
+
+
+def _precision(row: Mapping[str, str]) -> str:
+    """Return the type of mixed precision, by torch's name or the short one."""
+    name = _TYPE_NAMES.get(_text(row, "precision").lower())
+    return name or _choice(row, "precision", _PRECISIONS)
+
+
+def _is_yes(text: str) -> bool:
+    return text.strip().lower() in _YES
 
 
 def _number(row: Mapping[str, str], column: str) -> float:

@@ -72,6 +72,7 @@ class Validation:
         Relative errors are predicted over measured, less 1; `bias` is their
         mean. `rank_correlation` is Spearman's, averaged over groups of at
         least three rows that differ in size only, by rows. `too_large` rows are predicted not to fit where they ran.
+        `assumptions` are what rows do not say and were priced with, each with the lines of its rows.
         """
         sources = dict.fromkeys(each.source for each in self.priced)
         parts = dict.fromkeys(each.part for each in self.priced if each.part)
@@ -94,6 +95,10 @@ class Validation:
                     "rel_error": each.error,
                 }
                 for each in worst
+            ],
+            "assumptions": [
+                {"what": what, "lines": [each.line for each in self.priced if each.assumed == what]}
+                for what in dict.fromkeys(each.assumed for each in self.priced if each.assumed)
             ],
             "skipped_rows": [{"line": each.line, "reason": each.reason} for each in self.skipped],
         }

@@ -31,7 +31,14 @@ from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.memory import flat_bytes, process_bytes
 from cost_models.published import Priced
-from cost_models.training_rows import Architecture, TrainingRow, read_training_row, training_cluster
+from cost_models.training_rows import (
+    WHOLLY_SHARDED,
+    Architecture,
+    TrainingRow,
+    evenly_sharded,
+    read_training_row,
+    training_cluster,
+)
 from cost_models.validation import Row, Skipped
 
 _VOCAB_MULTIPLE = 128
@@ -45,8 +52,6 @@ _DROPOUT = 0.1
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TIME_LIMIT_S = 60.0
-_WHOLLY_SHARDED = 3
-"""ZeRO stage at which parameters are sharded at rest."""
 
 
 def price_steps(rows: Sequence[Row], workers: int = 0) -> Iterator[Priced | Skipped]:
@@ -78,8 +83,9 @@ def _price_run(rows: Sequence[Row]) -> list[Priced | Skipped]:
 
 
 def _price(line: int, read: TrainingRow) -> Priced | Skipped:
+    even = evenly_sharded(read)
     try:
-        found = estimates_of(read)
+        found = estimates_of(even)
     except (AutoparError, CostModelError) as error:
         return Skipped(line, str(error))
     return Priced(
@@ -91,13 +97,17 @@ def _price(line: int, read: TrainingRow) -> Priced | Skipped:
         measured_s=read.measured_step_s,
         predicted_s=found.step_time_s,
         measured_bytes=read.measured_peak_bytes,
-        predicted_bytes=_process_bytes(read, found.memory),
+        predicted_bytes=_process_bytes(read, found.memory, even.dp / read.dp),
         device_bytes=catalogued_device(read.device).memory_bytes,
+        assumed=read.assumed,
     )
 
 
-def _process_bytes(read: TrainingRow, held: Memory) -> float:
-    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them."""
+def _process_bytes(read: TrainingRow, held: Memory, share: float) -> float:
+    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them.
+
+    Of what rests, the row's ranks each hold `share` of what is held where it was priced.
+    """
     short = read.precision != "fp32"
     flat = 0.0
     if short and read.stack.flat_copies:
@@ -105,7 +115,7 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
         flat = flat_bytes(held.parameters / 2, held.optimizer, item, zero=read.zero, replicas=read.dp)
     # One for each axis, and one over all model-parallel ranks, which add up norms.
     groups = sum(degree > 1 for degree in (read.dp, read.tp, read.pp)) + (read.tp > 1 < read.pp)
-    resting = held.parameters + held.gradients + held.optimizer
+    resting = share * (held.parameters + held.gradients + held.optimizer)
     moving = held.activations + held.temporary
     return process_bytes(resting, moving, catalogued_device(read.device), groups=groups, flat=flat)
 
@@ -120,7 +130,7 @@ def estimates_of(read: TrainingRow) -> Estimates:
     options = PlanOptions.parse(fix=_fixed(read), precision=read.precision, optimizer="adamw", time_limit=_TIME_LIMIT_S)
     count = read.global_batch // (read.dp * read.micro_batch)
     axes = [MeshAxis("microbatch", count)] if count > 1 else []
-    axes += [MeshAxis("dp_shard" if read.zero == _WHOLLY_SHARDED else "dp_replicate", read.dp)] if read.dp > 1 else []
+    axes += [MeshAxis("dp_shard" if read.zero == WHOLLY_SHARDED else "dp_replicate", read.dp)] if read.dp > 1 else []
     axes += [MeshAxis("tp", read.tp)] if read.tp > 1 else []
     way = _recompute(read)
     trial = Trial(tuple(axes), read.pp, way)
@@ -157,7 +167,7 @@ def _recompute(read: TrainingRow) -> Uniform:
 
 def _fixed(read: TrainingRow) -> dict[str, int | str | bool]:
     """Return a row's degrees and choices as `--fix` takes them."""
-    sharded = read.zero == _WHOLLY_SHARDED and read.dp > 1
+    sharded = read.zero == WHOLLY_SHARDED and read.dp > 1
     fixed: dict[str, int | str | bool] = {
         "dp_replicate": 1 if sharded else read.dp,
         "dp_shard": read.dp if sharded else 1,

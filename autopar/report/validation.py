@@ -51,6 +51,10 @@ def _footer(document: Mapping[str, Any]) -> str:
     lines = []
     if document.get("too_large") is not None:
         lines.append("too large: rows predicted to take more memory than the device has that they ran on")
+    for each in document.get("assumptions", ()):
+        first, *more = each["lines"]
+        others = f" and {len(more)} more" if more else ""
+        lines.append(f"assumed: {each['what']}: line {first}{others}")
     skipped = document["skipped_rows"]
     lines.append(f"skipped: {len(skipped)}")
     lines += [f"  line {each['line']}: {each['reason']}" for each in skipped[:_SKIPPED_SHOWN]]

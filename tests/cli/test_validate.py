@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
 import pytest
 
+from autopar.api.validating import price_steps
 from autopar.cli import main
 from autopar.report.validation import validation_text
+from cost_models.published import Priced
 from tests.support.training_row import ROW
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
@@ -86,6 +89,46 @@ def test_training_steps_are_priced_and_reported_by_source(tmp_path: Path, capsys
     assert document["sources"]["somebody"]["rows"] == 1
     assert document["memory_mean_abs_rel_error"] is not None
     assert "unknown device preset 'abacus'" in document["skipped_rows"][0]["reason"]
+
+
+SMALL = ROW | {"layers": "2", "hidden": "128", "heads": "8", "kv_heads": "8", "ffn_hidden": "512", "vocab": "1024"}
+
+
+def test_what_is_assumed_of_a_framework_is_said(tmp_path: Path, capsys: Out):
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        # A column more than the format has, and a note with a comma: neither is in the way.
+        writer = csv.DictWriter(file, [*ROW, "remark"])
+        writer.writeheader()
+        writer.writerow(SMALL | {"framework": "abacus", "remark": "from a blog, see there"})
+
+    assert main(["validate", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+
+    what = "framework 'abacus' is not known: priced as plain PyTorch"
+    assert document["rows"] == 1
+    assert document["assumptions"] == [{"what": what, "lines": [2]}]
+    more = document | {"assumptions": [{"what": what, "lines": [2, 3, 5]}]}
+    assert f"assumed: {what}: line 2\n" in validation_text(document)
+    assert f"assumed: {what}: line 2 and 2 more\n" in validation_text(more)
+
+
+def test_parameters_that_ranks_do_not_divide_are_held_in_parts_all_the_same(tmp_path: Path):
+    def peak(dp: int) -> float:
+        few = {"tp": "1", "pp": "1", "dp": str(dp), "gpus": str(dp), "global_batch": str(dp), "vocab": "65536"}
+        (found,) = price_steps([(2, SMALL | few | {"zero": "3", "recompute": "none"})])
+        assert isinstance(found, Priced), found
+        assert found.predicted_bytes is not None
+        return found.predicted_bytes
+
+    # 6 does not divide hidden 128: a sixth of what rests is more than an eighth and less than a quarter.
+    assert peak(8) < peak(6) < peak(4)
+
+
+def test_help_explains_the_columns(capsys: Out):
+    assert main(["validate", "--help"]) == 0
+
+    assert "Too large" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_report_of_nothing_says_so():

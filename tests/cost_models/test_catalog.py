@@ -9,7 +9,7 @@ from cost_models.errors import ClusterError, CostModelError
 SECTIONS = ("devices", "nodes", "links", "nics", "libraries")
 ENTRIES = [(section, name) for section in SECTIONS for name in catalog.names(section)]
 PROMISED = (
-    *("v100-16gb", "v100-32gb", "a100-sxm-40gb", "a100-sxm-80gb", "a100-pcie-40gb", "a100-pcie-80gb"),
+    *("v100-16gb", "v100-32gb", "gh200-96gb", "a100-sxm-40gb", "a100-sxm-80gb", "a100-pcie-40gb", "a100-pcie-80gb"),
     *("h100-sxm-80gb", "h100-pcie-80gb", "h100-sxm-96gb-hbm2e", "h200", "gh200", "b200", "b300", "gb200"),
     *(
         "v100-sxm3-32gb",

@@ -9,8 +9,8 @@ import pytest
 
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
-from cost_models.stack import stack_of
-from cost_models.training_rows import read_training_row, training_cluster
+from cost_models.stack import is_known, pytorch, stack_of
+from cost_models.training_rows import evenly_sharded, read_training_row, training_cluster
 from tests.support.training_row import ROW
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "training_steps.csv"
@@ -138,3 +138,75 @@ def test_software_of_the_year_a_device_came_out_is_slower_on_it():
     rates = [stack.on(device, year).matmul_efficiency_for("bf16") for year in (2023, 2024, 2025, 2030)]
 
     assert rates[0] < rates[1] < rates[2] == rates[3] < device.matmul_efficiency_for("bf16")
+
+
+ANSWERS = [
+    ({"precision": "bfloat16", "family": "GPT", "attention": "Flash"}, {"precision": "bf16"}),
+    ({"interleave": "", "measured_peak_gib": " "}, {"interleave": 1, "measured_peak_bytes": None}),
+    ({"interleave": "0", "sequence_parallel": "True"}, {"interleave": 1, "sequence_parallel": True}),
+    ({"sequence_parallel": "0"}, {"sequence_parallel": False}),
+]
+
+
+@pytest.mark.parametrize(("change", "read"), ANSWERS)
+def test_other_spellings_of_what_a_row_says_are_read(change: dict[str, str], read: dict[str, object]):
+    found = read_training_row({**ROW, **change})
+
+    assert {name: getattr(found, name) for name in read} == read
+
+
+@pytest.mark.parametrize("answer", ["yes", "True", " 1 "])
+def test_a_row_may_say_in_several_ways_that_it_was_compiled(answer: str):
+    assert read_training_row({**ROW, "framework": "pytorch", "compiled": answer}).stack.kernels == "compiled"
+    assert read_training_row({**ROW, "framework": "pytorch", "compiled": ""}).stack.kernels == "eager"
+
+
+def test_a_framework_that_is_not_known_is_plain_pytorch_and_the_row_says_so():
+    found = read_training_row({**ROW, "framework": "Abacus-LM"})
+
+    assert found.stack == pytorch().of_year(2021)
+    assert found.assumed == "framework 'Abacus-LM' is not known: priced as plain PyTorch"
+    assert not read_training_row(ROW).assumed
+
+
+def test_every_framework_that_rows_were_fitted_to_is_known():
+    with DATA.open(encoding="utf-8") as file:
+        assert all(is_known(row["framework"]) for row in csv.DictReader(file))
+
+
+@pytest.mark.parametrize(("year", "reruns_all"), [(2023, True), (2024, False)])
+def test_recomputation_of_pytorch_stops_early_in_versions_that_can(year: int, reruns_all: bool):
+    assert pytorch().of_year(year).reruns_all is reruns_all
+    assert stack_of("deepspeed", compiled=False).of_year(year).reruns_all
+
+
+def test_a_slingshot_fabric_has_its_own_efficiency():
+    slingshot, unnamed = (
+        training_cluster(read_training_row({**ROW, "fabric_note": note})).levels[-1].efficiency
+        for note in ("4x200 Gbit/s Slingshot-11", "4x200 Gbit/s")
+    )
+
+    assert slingshot > unnamed
+
+
+UNEVEN = [("96", "8", 128), ("48", "8", 64), ("6", "8", 8), ("3", "8", 4), ("20", "4", 16)]
+
+
+@pytest.mark.parametrize(("dp", "per_node", "nearest"), UNEVEN)
+def test_parameters_sharded_over_ranks_that_do_not_divide_them_are_priced_on_the_nearest_that_do(
+    dp: str, per_node: str, nearest: int
+):
+    few = {"tp": "1", "pp": "1", "dp": dp, "gpus": dp, "gpus_per_node": per_node, "global_batch": str(2 * int(dp))}
+    row = read_training_row({**ROW, **few, "zero": "3"})
+
+    even = evenly_sharded(row)
+
+    assert (even.dp, even.gpus, even.global_batch) == (nearest, nearest, 2 * nearest)
+    assert evenly_sharded(even) == even
+
+
+def test_rows_that_shard_no_parameters_keep_their_ranks():
+    few = {"tp": "1", "pp": "1", "dp": "96", "gpus": "96", "global_batch": "96"}
+    row = read_training_row({**ROW, **few, "zero": "1"})
+
+    assert evenly_sharded(row) is row
