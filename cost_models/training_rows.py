@@ -145,9 +145,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         global_batch=_count(row, "global_batch"),
         recompute=_choice(row, "recompute", _RECOMPUTE),
         measured_step_s=_positive(row, "measured_step_s"),
-        measured_peak_bytes=_positive(row, "measured_peak_gib") * 2**30
-        if (row.get("measured_peak_gib") or "").strip()
-        else None,
+        measured_peak_bytes=_peak_bytes(row),
         assumed="" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch",
     )
     _check(read)

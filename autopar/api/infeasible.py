@@ -12,6 +12,7 @@ from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError
 from autopar.figures import format_bytes
 from autopar.ir.plan import Estimates
+from autopar.ir.roles import is_view
 from autopar.options import PlanOptions
 from autopar.search.meshes import DATA
 from cost_models.cluster import ClusterSpec
@@ -127,7 +128,7 @@ def _largest(least: Outcome) -> list[tuple[int, str]]:
     found: dict[str, int] = {}
     for op in graph.ops:
         for index, meta in enumerate(op.outputs):
-            if meta is None or (op.kind == "call" and not op.refs):
+            if meta is None or (op.kind == "call" and (not op.refs or is_view(op))):
                 continue
             layout = least.strategy(graph.representative(op.name)).outputs[index]
             name = op.target if op.kind != "call" else f"{op.where}"

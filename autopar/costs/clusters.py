@@ -147,6 +147,8 @@ def gathered_in_phase(
     Where a block is computed again, backward reads its matrices transposed for that and as they lie for the gradients
     of its inputs: one gather serves both. None where no phase views a view that it made itself.
     """
+    if not _reads_itself_only(graph, cluster):
+        return []
     views = {name for name in cluster.members if is_view(graph.by_name[name])}
     again = set()
     for name in views:
@@ -183,8 +185,8 @@ def _gatherable(parameter: MeshStrategy) -> Iterator[frozenset[int]]:
 
 def _first_views(graph: Graph, cluster: Cluster) -> frozenset[str]:
     """Return the members that view a parameter, or its last cast, and not another view."""
-    if any(len(graph.by_name[name].refs) != 1 for name in cluster.members[1:]):
-        return frozenset()  # what reads other values beside it was joined to it, and follows it as it is
+    if not _reads_itself_only(graph, cluster):
+        return frozenset()
     views = {name for name in cluster.members if is_view(graph.by_name[name])}
     reads = {name: _read(graph, graph.by_name[name]) for name in cluster.members[1:]}
     before_casts: set[str] = set()
@@ -194,6 +196,11 @@ def _first_views(graph: Graph, cluster: Cluster) -> frozenset[str]:
     return frozenset(
         name for name in views if name not in before_casts and (reads[name] not in views or reads[name] in before_casts)
     )
+
+
+def _reads_itself_only(graph: Graph, cluster: Cluster) -> bool:
+    """Return whether members read the parameter and one another; what reads more was joined, and follows as it is."""
+    return all(len(graph.by_name[name].refs) == 1 for name in cluster.members[1:])
 
 
 def _read(graph: Graph, op: Op) -> str:
