@@ -138,7 +138,12 @@ def held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> list[int]:
             change[place[index]] += task.makes_bytes
             change[min(last[index], len(order)) + 1] -= task.makes_bytes
     held, curve = 0, []
-    for at in range(len(order)):
+    latest, beside = -1, tasks[order[0]].beside_bytes if order else 0
+    for at, index in enumerate(order):
         held += change[at]
-        curve.append(held + tasks[order[at]].beside_bytes)
+        task = tasks[index]
+        if index > latest and not task.communicates:
+            latest, beside = index, task.beside_bytes
+        # What was deferred past others has what is beside these: not what was there where it came from.
+        curve.append(held + min(beside, task.beside_bytes))
     return curve

@@ -170,3 +170,14 @@ def test_what_a_collective_made_is_not_gathered_ahead_of_it():
     tasks = [compute("a"), moved, replace(gather("w"), reads=(1,)), compute("use", 0, 2)]
 
     assert schedule(tasks, replay, held_bytes, 100).ahead == {}
+
+
+def test_what_is_beside_a_task_stays_where_it_was_deferred_from():
+    tasks = (
+        Task(name="a", seconds=1.0, phase="forward", makes_bytes=1, beside_bytes=100),
+        Task(name="b", seconds=1.0, phase="forward", beside_bytes=10),
+        Task(name="c", seconds=1.0, phase="forward", beside_bytes=10),
+    )
+
+    assert held_bytes(tasks, (0, 1, 2)) == [101, 10, 10]
+    assert held_bytes(tasks, (1, 2, 0)) == [10, 10, 11]
