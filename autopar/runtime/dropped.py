@@ -23,9 +23,9 @@ class Dropped:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise OutputDroppedError(
-            f"the output {self._name} is not kept over the {self._microbatches} micro-batches of a step: it would not "
-            "fit beside them. Plan with keep_outputs=True (--keep-outputs), compute what is needed of it inside "
-            "forward, or call the model under torch.no_grad(), where outputs are kept"
+            f"the output {self._name} is not kept over the {self._microbatches} micro-batches of a step (no room "
+            "beside them, or --drop-outputs). Plan with keep_outputs=True (--keep-outputs), compute what is needed of "
+            "it inside forward, or call the model under torch.no_grad(), where outputs are kept"
         )
 
     def __getattr__(self, name: str) -> Any:
