@@ -59,7 +59,7 @@ def check_attributes(
     try:
         first = run()
         second = run()
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 - the model's own Python, anything
         return  # it leaves the fake world where Dynamo does not: nothing can be told
     finally:
         random.setstate(state)

@@ -170,7 +170,7 @@ def _updated(remake: Remake, stand_ins: Sequence[_StandIn]) -> list[torch.Tensor
     parameters = [nn.Parameter(each.value.clone()) for each in stand_ins]
     try:
         remake(parameters, [each.target for each in stand_ins], [each.curvature for each in stand_ins])
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 - a class of the user's, anything
         return None
     return [each.detach() for each in parameters]
 
