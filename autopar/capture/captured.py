@@ -19,9 +19,9 @@ from autopar.capture.lazy import write_lazy_tensors
 from autopar.capture.losses import merge_cross_entropy
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
 from autopar.capture.masks import simplify_masks
-from autopar.capture.merge import drop_idle_strides, merge_equal_views
+from autopar.capture.merge import drop_idle_strides, merge_equal
 from autopar.capture.naming import names_in_order, rename_nodes, renamed_ops, renamed_outputs
-from autopar.capture.origin import user_line
+from autopar.capture.origin import layer_path, module_path, user_line
 from autopar.capture.trace import PREFIX, Traced, trace
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import Graph
@@ -87,12 +87,13 @@ def _assemble(
     simplify_masks(joint)
     write_lazy_tensors(joint)
     drop_idle_strides(joint)
-    merge_equal_views(joint)
+    modules = frozenset(path for path, _ in fake.module.named_modules(remove_duplicate=False))
+    merge_equal(joint, lambda node: layer_path(module_path(node.meta, modules, PREFIX) or ""))
     merge_cross_entropy(joint)
     names = Names(
         model=name,
         prefix=PREFIX,
-        modules=frozenset(path for path, _ in fake.module.named_modules(remove_duplicate=False)),
+        modules=modules,
         inputs=[each.path for each in call.tensors],
         outputs=traced.result.names(),
         loose={aot: each.name for aot, each in traced.loose.items()},

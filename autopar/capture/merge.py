@@ -1,13 +1,13 @@
-"""Equal views of one value become one node, and views that change nothing none.
+"""Equal views and casts of one value become one node, and views that change nothing none.
 
-Each of several linear layers that read the same activation flattens it anew. Apart,
-each of those views would be redistributed for itself; as one, its readers share.
+Each of several linear layers that read the same activation flattens it anew, and under autocast casts it anew. Apart,
+each of those would be redistributed for itself, and each cast be saved for backward; as one, their readers share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -76,14 +76,20 @@ def _same_strides(size: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bo
     return all(x == y for n, x, y in zip(size, a, b, strict=True) if n > 1)
 
 
-def merge_equal_views(joint: fx.GraphModule) -> int:
-    """Give the users of a view that an earlier node of the same phase made already that node; return how many."""
+def merge_equal(joint: fx.GraphModule, layer_of: Callable[[fx.Node], str]) -> int:
+    """Give the users of a view or cast that an earlier node of the same phase made already that node; return how many.
+
+    Casts are merged inside a layer, by `layer_of`: equal layers stay equal, and what one of them makes need not live,
+    or travel to another pipeline stage, for all that follow.
+    """
     seen: dict[object, fx.Node] = {}
     merged = 0
     for node in list(joint.graph.nodes):
-        if node.op != "call_function" or node.target not in _VIEWS or node.kwargs:
+        is_cast = node.target is _aten._to_copy.default
+        if node.op != "call_function" or not (is_cast or (node.target in _VIEWS and not node.kwargs)):
             continue
-        key = (node.target, str(node.args), node.meta.get("partitioner_tag"))
+        layer = layer_of(node) if is_cast else ""
+        key = (node.target, str(node.args), str(node.kwargs), node.meta.get("partitioner_tag"), layer)
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)

@@ -20,6 +20,7 @@ _HERE = str(Path(__file__).resolve().parent) + "/"
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _HELPERS = re.compile(r"/(site|dist)-packages/(transformers/(?!models/)|(accelerate|torchvision/_|timm/layers)/?)")
 _ACCUMULATION = "Gradient addition node"
+_LAYER = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
 @lru_cache(maxsize=1 << 14)
@@ -81,6 +82,12 @@ def _module_name(expression: str, prefix: str) -> str:
     # Bodies of custom autograd functions keep the name that export gives the traced root.
     path = path.removeprefix(".").removeprefix("_export_root").removeprefix(".")
     return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path
+
+
+def layer_path(module: str) -> str:
+    """Return the path of the layer that a module belongs to: its path up to the first number; empty if none."""
+    match = _LAYER.match(module)
+    return match.group(0) if match else ""
 
 
 def is_accumulation(meta: Mapping[str, Any]) -> bool:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import re
 from collections.abc import Mapping
 from typing import Literal
 
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.capture.origin import layer_path
 from autopar.errors import StalePlanError
 from autopar.ir.graph import Arg, Graph, Op, Ref
 from autopar.ir.roles import is_view, parameter_like
@@ -29,7 +29,6 @@ from autopar.ir.roles import is_view, parameter_like
 SUFFIX = "_again"
 """Appended to the name of an operator, it names its copy in backward."""
 
-_BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
@@ -72,8 +71,7 @@ def blocks_of(graph: Graph) -> list[str]:
 
 def block_of(op: Op) -> str:
     """Return the path of the layer an operator belongs to: its module path up to the first number; empty if none."""
-    match = _BLOCK.match(op.module)
-    return match.group(0) if match else ""
+    return layer_path(op.module)
 
 
 def copies_of(graph: Graph, way: Way | Ways = "full", *, redraws: bool = False) -> dict[str, tuple[str, ...]]:
