@@ -9,10 +9,11 @@ from math import inf
 
 import numpy as np
 
+from autopar.api.floors import WAYS, names_again
 from autopar.api.pipelining import Pipelined
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import Wishes
-from autopar.capture.recompute import KEPT, SUFFIX, block_of, blocks_of, copies_of
+from autopar.capture.recompute import KEPT, SUFFIX, block_of, blocks_of
 from autopar.costs.again import Again
 from autopar.costs.outcome import Outcome
 from autopar.costs.table import Pricing
@@ -21,9 +22,7 @@ from autopar.ir.stages import stage_of
 from autopar.search.ilp import Solution
 from autopar.search.recomputing import Room, Ways, cheapest, held
 from autopar.search.stages import most_in_flight
-from autopar.search.trials import Recompute, Uniform
-
-_WAYS: tuple[Uniform, ...] = ("none", "casts", "selective", "per_operator", "full")
+from autopar.search.trials import Recompute
 
 _WORTH = 0.01
 """Share of the memory that has to be left for another choice to be tried."""
@@ -141,16 +140,9 @@ def _again(plain: Graph, outcome: Outcome) -> Again:
 
 
 def _ways(again: Again) -> Ways:
-    names = [_names(again.plain, way) for way in _WAYS]
+    names = [names_again(again.plain, way) for way in WAYS]
     kept = np.array([again.kept_bytes(each) for each in names]).T
     return Ways(np.array([again.seconds(each) for each in names]).T, kept - kept[:, -1:])
-
-
-def _names(graph: Graph, way: Uniform) -> frozenset[str]:
-    """Return the operators that run again if all blocks are recomputed one way."""
-    if way == KEPT:
-        return frozenset()
-    return frozenset(name for names in copies_of(graph, {"*": way}).values() for name in names)
 
 
 def _rooms(again: Again) -> Iterator[Room]:
@@ -180,7 +172,7 @@ def _plainest(ways: Ways, chosen: Sequence[int]) -> list[int]:
 
 
 def _named(paths: Sequence[str], chosen: Sequence[int]) -> Recompute:
-    ways = {_WAYS[each] for each in chosen}
+    ways = {WAYS[each] for each in chosen}
     if len(ways) == 1:
         return ways.pop()
-    return tuple((path, _WAYS[each]) for path, each in zip(paths, chosen, strict=True) if _WAYS[each] != KEPT)
+    return tuple((path, WAYS[each]) for path, each in zip(paths, chosen, strict=True) if WAYS[each] != KEPT)

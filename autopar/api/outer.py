@@ -17,6 +17,7 @@ from math import inf, prod
 
 from autopar.api.lightening import lighter
 from autopar.api.pipelining import Wanted
+from autopar.api.proofs import Best, Proofs
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
 from autopar.api.wishes import Wishes
 from autopar.costs.rough import Shape
@@ -48,6 +49,9 @@ _LIGHTENED = 3
 _PROVEN = 8
 """Trials that are relaxed only to say how much better a plan could be that recomputes less."""
 
+_BOUNDED = 400
+"""Trials at most whose blocks are bounded as a fluid."""
+
 _SAMPLED = 2
 """Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
 
@@ -67,6 +71,8 @@ class Outer:
     solved: list[Solved] = field(init=False, default_factory=list)
     _free_s: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
     _work_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
+    _proofs: Proofs = field(init=False)
+    _fluid: dict[Trial, Best] = field(init=False, default_factory=dict)
     _mixed: dict[Trial, float] = field(init=False, default_factory=dict)
     """Estimates of trials that recompute everything, over those of recomputing only what memory asks for."""
 
@@ -75,6 +81,10 @@ class Outer:
 
     _no_price: dict[int, str] = field(init=False, default_factory=dict)
     """Why nothing has a price on as many ranks along which tensors are split."""
+
+    def __post_init__(self) -> None:
+        """Prepare bounds."""
+        self._proofs = Proofs(self.solving, self.wishes, self.mixes)
 
     @property
     def best(self) -> Solved | None:
@@ -102,6 +112,8 @@ class Outer:
                 self._run_others(others)
             if self.mixes:
                 self._lighten()
+            if others:
+                self._prove_again()
         except KeyboardInterrupt:
             self.interrupted = True
             known = {one.trial for one in self.solved}
@@ -130,6 +142,8 @@ class Outer:
                 trial = queue.pop(0)
                 if self._is_beaten(trial) or self._is_unlikely(trial, likely) or self._needs_less(trial):
                     self._give_up([trial])
+                elif self._is_good(bound_s := self._fluid_of(trial).step_s):
+                    self.solved.append(_bounded(trial, bound_s))
                 else:
                     chunk.append(trial)
             relaxed += len(chunk)
@@ -208,7 +222,8 @@ class Outer:
         """Return the schedules that a trial is cut for at first."""
         if trial.depth == 1:
             return []
-        return [self.wishes.wanted(trial.depth)]
+        simplest = self.wishes.wanted(trial.depth)
+        return list(dict.fromkeys([self._fluid_of(trial).wanted or simplest, simplest]))
 
     def _refine(self) -> None:
         """Try the other schedules on the best pipelines, where the schedule is open."""
@@ -261,6 +276,41 @@ class Outer:
                 return
             free_s = self._relaxed_s(replace(least, recompute="none"))
             self._free_s[_without(least)] = free_s / self.solving.at_once(least)
+
+    def _prove_again(self) -> None:
+        """Bound, as a fluid, the trials that leave the most room below the best plan."""
+        self.progress.phase("prove")
+        proven: set[Trial] = set()
+        for _ in range(_BOUNDED):
+            left = [one for one in self.solved if one.solution.status != "infeasible"]
+            least = min(left, key=lambda each: each.solution.bound_s, default=None)
+            if least is None or least.trial in proven or self._is_good(least.solution.bound_s):
+                return
+            proven.add(least.trial)
+            bound_s = self._fluid_of(least.trial).step_s
+            if least.outcome is None and bound_s == inf:
+                found = _bounded(least.trial, inf)
+                least.solution, least.why_not = found.solution, found.why_not
+            elif bound_s > least.solution.bound_s:
+                least.solution = replace(least.solution, bound_s=min(bound_s, least.step_s))
+
+    def _is_good(self, bound_s: float) -> bool:
+        return bound_s >= self.best_s * (1.0 - self.solving.options.gap)
+
+    def _fluid_of(self, trial: Trial) -> Best:
+        """Return what a trial's blocks can be at best, as a fluid."""
+        if trial not in self._fluid:
+            ways = [self.wishes.wanted(trial.depth)] if trial.depth > 1 else []
+            if ways and self.wishes.schedule_is_open:
+                ways += self._other_schedules(trial)
+            self._fluid[trial] = self._proofs.best(trial, ways, self._once_s(trial))
+        return self._fluid[trial]
+
+    def _once_s(self, trial: Trial) -> float:
+        """Return what a micro-batch takes at least on tensor-parallel ranks alone, nothing recomputed."""
+        shape = _shape(trial)
+        largest = self._sizes.get(shape.width, [0])[-1]
+        return self._work_s.get(("none", shape.width, largest), 0.0) / max(largest, 1) * self._size(trial)
 
     def _is_open(self, one: Solved) -> bool:
         return one.trial.recompute != "none" and one.solution.status != "infeasible"
@@ -401,6 +451,14 @@ def _kin(trial: Trial) -> tuple[object, ...]:
 
 def _without(trial: Trial) -> tuple[object, ...]:
     return _kin(replace(trial, recompute="none"))
+
+
+def _bounded(trial: Trial, bound_s: float) -> Solved:
+    """Return a trial that its blocks as a fluid rule out."""
+    if bound_s == inf:
+        why = "does not fit in memory, however it is cut and recomputed"
+        return Solved(trial, Solution("infeasible", (), inf, inf), why_not=why)
+    return _left(trial, bound_s, f"at least {bound_s:.4g} s, however it is cut and recomputed")
 
 
 def _left(trial: Trial, bound_s: float, why: str) -> Solved:

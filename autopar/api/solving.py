@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -21,6 +21,7 @@ from autopar.costs.table import Builder, Pricing
 from autopar.errors import InfeasibleError, UnknownOperatorError, UsageError
 from autopar.figures import format_bytes
 from autopar.ir.graph import Graph, Op
+from autopar.ir.strategy import MeshStrategy
 from autopar.options import PlanOptions
 from autopar.search.cuts import NoCut
 from autopar.search.ilp import Ilp, Limits, Solution, solve_program
@@ -160,20 +161,29 @@ class Solving:
             UnknownOperatorError: `strict`, and some operators have no sharding rule.
         """
         graph = self.graph(trial.recompute, wishes)
-        timed = int(trial.microbatches > 1)
         links = self.links(trial)
+        options = self.choices(trial, wishes)
+        in_float32 = self.options.reduce_dtype == "fp32"
+        return links, Builder(
+            graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32
+        ).build()
+
+    def choices(self, trial: Trial, wishes: Wishes) -> Mapping[str, Sequence[MeshStrategy]]:
+        """Return what each operator of a trial may do, by its representative.
+
+        Raises:
+            InfeasibleError: a wish cannot be met on this mesh, or the program cannot be cut into micro-batches.
+            UnknownOperatorError: `strict`, and some operators have no sharding rule.
+        """
+        graph = self.graph(trial.recompute, wishes)
         choices = compose(graph, wishes.axes(trial.mesh), axis_strategies, self._axes)
         for op in choices.unknown:
             self.unknown.setdefault(op.target, op)
         if self.options.strict and self.unknown:
             raise no_rule(tuple(self.unknown.values()))
-        if timed:
+        if trial.microbatches > 1:
             require_splittable(graph, choices.of, choices.unknown)
-        options = wishes.apply(graph, trial.mesh, choices.of)
-        in_float32 = self.options.reduce_dtype == "fp32"
-        return links, Builder(
-            graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32
-        ).build()
+        return wishes.apply(graph, trial.mesh, choices.of)
 
     def links(self, trial: Trial) -> Links:
         """Return the prices of moving data on a trial's mesh."""

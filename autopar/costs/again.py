@@ -12,8 +12,29 @@ import numpy as np
 
 from autopar.costs.liveness import base_of, local_bytes
 from autopar.costs.outcome import Outcome
-from autopar.ir.graph import Graph
-from autopar.ir.roles import parameter_like
+from autopar.ir.graph import Graph, Ref
+from autopar.ir.roles import is_view, parameter_like
+
+
+def kept_values(graph: Graph, again: Collection[str]) -> set[tuple[str, int]]:
+    """Return what backward, and the operators that run again in it, read of what does not run again: kept until then.
+
+    Of views, what they are views of. What backward makes itself is among these.
+    """
+    base = base_of(graph)
+    found: set[tuple[str, int]] = set()
+    for op in graph.ops:
+        if op.phase == "backward" or op.name in again:
+            found |= {base[ref.op, ref.index] for ref in op.refs if not _is_made_again(graph, ref, again)}
+    return found
+
+
+def _is_made_again(graph: Graph, ref: Ref, again: Collection[str]) -> bool:
+    """Return whether a value runs again, or is a view that backward takes of such one."""
+    op = graph.by_name[ref.op]
+    while op.name not in again and op.phase == "backward" and is_view(op):
+        op = graph.by_name[op.refs[0].op]
+    return op.name in again
 
 
 @dataclass(frozen=True)
@@ -50,13 +71,9 @@ class Again:
     def kept_bytes(self, again: Collection[str]) -> list[float]:
         """Return what each block keeps of one micro-batch if these operators run again, and all others do not."""
         graph, solved = self.plain, self.outcome
-        base, gathered = base_of(graph), parameter_like(graph)
-        reads: set[tuple[str, int]] = set()
-        for op in graph.ops:
-            if op.phase == "backward" or op.name in again:
-                reads |= {base[ref.op, ref.index] for ref in op.refs if ref.op not in again}
+        gathered = parameter_like(graph)
         held: dict[str, float] = defaultdict(float)
-        for name, index in reads:
+        for name, index in kept_values(graph, again):
             path = self.block.get(name)
             meta = graph.by_name[name].outputs[index]
             if path is None or meta is None or name in gathered:

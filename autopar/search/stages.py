@@ -309,15 +309,15 @@ def _kinds(assigned: Assigned, schedule: PipelineSchedule) -> tuple[list[_Kind],
 
 
 def _all_held(schedule: PipelineSchedule) -> Floats:
-    """Return what all ranks hold, see `_held`; moments that some ranks have fewer of hold nothing."""
-    each = [_held(schedule, rank) for rank in range(schedule.ranks)]
+    """Return what all ranks hold, see `in_flight`; moments that some ranks have fewer of hold nothing."""
+    each = [in_flight(schedule, rank) for rank in range(schedule.ranks)]
     padded = np.zeros((len(each), max(map(len, each)), *each[0].shape[1:]))
     for rank, moments in enumerate(each):
         padded[rank, : len(moments)] = moments
     return padded
 
 
-def _held(schedule: PipelineSchedule, rank: int) -> Floats:
+def in_flight(schedule: PipelineSchedule, rank: int) -> Floats:
     """Return [moment, own stage, 2]: micro-batches of which a rank holds activations, and kept parts, at a moment.
 
     Only moments at which no other holds as much of everything. Counted through the rank's actions, so that it is exact
@@ -342,7 +342,7 @@ def _held(schedule: PipelineSchedule, rank: int) -> Floats:
 
 def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
     """Return, of each stage, of how many micro-batches its rank holds what it saved, at most."""
-    held = [_held(schedule, rank) for rank in range(schedule.ranks)]
+    held = [in_flight(schedule, rank) for rank in range(schedule.ranks)]
     own = [[stage for stage, owner in enumerate(schedule.rank_of) if owner == rank] for rank in range(schedule.ranks)]
     most = {
         stage: int(max(1, held[rank][:, place, 0].max()))

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.api.floors import names_again
 from autopar.api.planning import Planner, Program
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import read_wishes
 from autopar.capture import Captured, capture
 from autopar.capture.recompute import SUFFIX, blocks_of, recomputed, recomputed_graph
+from autopar.costs.again import kept_values
 from autopar.errors import InfeasibleError, StalePlanError
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
@@ -92,6 +94,19 @@ def _solved(solving: Solving, recompute: Recompute) -> Solved:
     wishes = read_wishes(solving.options)
     bounded = solving.bound(Trial(MESH, 1, recompute), wishes, 60.0)
     return bounded if isinstance(bounded, Solved) else solving.solve(bounded, wishes, (), inf, 60.0)
+
+
+def test_what_is_kept_is_nothing_that_runs_again():
+    """Backward reads ReLU's output through a view of its own."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)))
+    graph = capture(model, (torch.empty(4, 8),)).graph
+    again = names_again(graph, "full")
+
+    kept = {name for name, _ in kept_values(graph, again)}
+
+    assert any("relu" in name for name in again)
+    assert any("relu" in name for name, _ in kept_values(graph, ()))
+    assert not kept & again
 
 
 def test_a_program_with_some_blocks_recomputed_computes_the_same():

@@ -1,0 +1,188 @@
+"""What each block of a program takes and holds at least, whatever its layouts: what `search.fluid` bounds trials by."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autopar.capture.recompute import KEPT, block_of, copies_of
+from autopar.costs.again import kept_values
+from autopar.costs.links import Links
+from autopar.costs.liveness import base_of, gradients_of
+from autopar.costs.operators import seconds
+from autopar.costs.optimizer import state_bytes
+from autopar.ir.graph import Graph, Op
+from autopar.ir.roles import parameter_like
+from autopar.ir.stages import stage_of, units
+from autopar.ir.strategy import MeshStrategy
+from autopar.ir.table import Floats
+from autopar.ir.weight_gradients import weight_gradients
+from autopar.search.fluid import Fluid
+from autopar.search.trials import Uniform
+
+WAYS: tuple[Uniform, ...] = ("none", "casts", "selective", "per_operator", "full")
+"""Ways of recomputing a block, from what takes least to what saves least."""
+
+
+def names_again(graph: Graph, way: Uniform) -> frozenset[str]:
+    """Return the operators that run again if all blocks are recomputed one way."""
+    if way == KEPT:
+        return frozenset()
+    return frozenset(name for names in copies_of(graph, {"*": way}).values() for name in names)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds that blocks take at least for one micro-batch on one device."""
+
+    forward_s: Floats
+    input_gradient_s: Floats
+    weight_gradient_s: Floats
+    """[block] each."""
+
+    again_s: Floats
+    """[block, way]: recomputation."""
+
+
+@dataclass(frozen=True)
+class Floors:
+    """A captured program without recomputation, whose blocks are those between which pipelines may be cut."""
+
+    graph: Graph
+    optimizer: str
+
+    @cached_property
+    def _home(self) -> Mapping[str, int]:
+        """Return the block of every operator."""
+        found = units(self.graph)
+        if len(found) == 1:
+            return dict.fromkeys((op.name for op in self.graph.ops), 0)
+        return stage_of(self.graph, [[unit.path] for unit in found])
+
+    @cached_property
+    def _late(self) -> frozenset[str]:
+        return weight_gradients(self.graph, self._home)
+
+    @cached_property
+    def _again(self) -> tuple[frozenset[str], ...]:
+        return tuple(names_again(self.graph, way) for way in WAYS)
+
+    @cached_property
+    def _saved_bytes(self) -> Floats:
+        """Return [block, way] of all samples, whole: what forward makes and backward, or what runs again, reads."""
+        return np.array([self._saved(again) for again in self._again]).T
+
+    def _saved(self, again: Collection[str]) -> list[float]:
+        graph, casts = self.graph, parameter_like(self.graph)
+        held: dict[int, float] = defaultdict(float)
+        for name, index in sorted(kept_values(graph, again)):
+            op = graph.by_name[name]
+            meta = op.outputs[index]
+            # What is made outside of layers may be written over while the loss is computed.
+            if op.kind == "call" and op.phase == "forward" and name not in casts and name in self._inside and meta:
+                held[self._home[name]] += meta.nbytes
+        return [held[block] for block in range(len(units(graph)))]
+
+    @cached_property
+    def _late_bytes(self) -> Floats:
+        """Return what weight gradients of each block read, of all samples, whole."""
+        graph, base, casts = self.graph, base_of(self.graph), parameter_like(self.graph)
+        read = {base[ref.op, ref.index] for op in graph.ops if op.name in self._late for ref in op.refs}
+        held = np.zeros(len(units(graph)))
+        for name, index in sorted(read):
+            op = graph.by_name[name]
+            meta = op.outputs[index]
+            if op.kind == "call" and name not in casts and name not in self._late and name in self._inside and meta:
+                held[self._home[name]] += meta.nbytes
+        return held
+
+    @cached_property
+    def _inside(self) -> frozenset[str]:
+        """Return the operators of blocks that can be recomputed."""
+        return frozenset(op.name for op in self.graph.ops if block_of(op))
+
+    @cached_property
+    def _static_bytes(self) -> tuple[Floats, Floats]:
+        """Return, of each block, its parameters and optimizer state, and its gradients, whole."""
+        graph = self.graph
+        rest, sums = (np.zeros(len(units(graph))) for _ in range(2))
+        for op in graph.ops:
+            meta = op.outputs[0] if op.kind == "parameter" else None
+            if meta is not None:
+                state = state_bytes(op, (), (), self.optimizer) if op.requires_grad else 0.0
+                rest[self._home[op.name]] += meta.nbytes + state
+        for name, index in gradients_of(graph):
+            meta = graph.by_name[name].outputs[index]
+            sums[self._home[name]] += meta.nbytes if meta is not None else 0.0
+        return rest, sums
+
+    def work(self, options: Mapping[str, Sequence[MeshStrategy]], links: Links) -> Work:
+        """Return what each block takes at least.
+
+        `options` are those of each operator on the ranks along which tensors are split, `links` their mesh.
+        """
+        graph, home = self.graph, self._home
+        least = {rep: self._least_s(graph.by_name[rep], found, links) for rep, found in options.items()}
+        spent = {op.name: least.get(graph.representative(op.name), 0.0) for op in graph.ops}
+        count = len(units(graph))
+        forward, inputs, weights = (np.zeros(count) for _ in range(3))
+        for op in graph.ops:
+            into = forward if op.phase == "forward" else weights if op.name in self._late else inputs
+            into[home[op.name]] += spent[op.name]
+        again = np.zeros((count, len(WAYS)))
+        for way, names in enumerate(self._again):
+            for name in sorted(names):
+                again[home[name], way] += spent[name]
+        return Work(forward, inputs, weights, again)
+
+    def blocks(
+        self, work: Work, ways: Collection[Uniform], *, parts: int, shards: int, sums: bool, elsewhere_s: float = 0.0
+    ) -> Fluid:
+        """Return the program as kinds of blocks that can be recomputed in these ways.
+
+        Values are cut into at most `parts` by samples and ranks, parameters into `shards`. `sums`: gradients are held
+        from one micro-batch to the next. `elsewhere_s`: what a micro-batch takes through all blocks, if that is more
+        than their operators take.
+        """
+        rest, gradients = self._static_bytes
+        static = (rest + gradients * sums) / shards
+        chosen = [way in ways for way in WAYS]
+        saved, late = self._saved_bytes[:, chosen] / parts, self._late_bytes / parts
+        return _alike(replace(work, again_s=work.again_s[:, chosen]), saved, late, static, elsewhere_s)
+
+    def _least_s(self, op: Op, options: Sequence[MeshStrategy], links: Links) -> float:
+        if op.kind != "call":
+            return 0.0
+        metas = tuple(self.graph.meta(ref) for ref in op.refs)
+        return float(seconds(op, metas, options, links.sizes, links.cluster.device).min(initial=np.inf))
+
+
+def _alike(work: Work, saved: Floats, late: Floats, static: Floats, elsewhere_s: float) -> Fluid:
+    """Return blocks that are equal as one kind; the first and the last are kinds of their own."""
+    own = (work.forward_s, work.input_gradient_s, work.weight_gradient_s)
+    count = len(static)
+    place = np.arange(count)
+    numbers = np.column_stack([*own, work.again_s, saved, late, static])
+    # Sums of the same numbers in another order are not the same number.
+    digits = 1e-9 * np.maximum(numbers.max(axis=0), 1e-300)
+    rounded = np.column_stack([place == 0, place == count - 1, np.rint(numbers / digits)])
+    _, first, counts = np.unique(rounded, axis=0, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    at = first[order]
+    more_s = max(0.0, elsewhere_s - float(sum(each.sum() for each in own)))
+    forward, inputs, weights = (each[at] for each in own)
+    return Fluid(
+        counts[order].astype(np.int64),
+        forward,
+        inputs,
+        weights,
+        work.again_s[at],
+        saved[at],
+        late[at],
+        static[at],
+        more_s,
+    )

@@ -1,0 +1,109 @@
+"""What trials can be at best: their blocks as a fluid, under every schedule that the search could take.
+
+Bounds of work alone know neither that recomputing less takes memory nor that pipelines fill and drain. These do, at a
+few hundredths of a second a trial, where a relaxation of all layouts takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import inf, prod
+
+from autopar.api.floors import WAYS, Floors, Work
+from autopar.api.pipelining import Wanted
+from autopar.api.solving import Solving
+from autopar.api.wishes import Wishes
+from autopar.errors import InfeasibleError
+from autopar.search.fluid import Flow, least_step_s
+from autopar.search.meshes import MeshAxis
+from autopar.search.trials import Trial
+from cost_models.errors import CostModelError
+
+_STEADY = 2
+"""Micro-batches a rank of which a schedule is laid out: with more, no fewer are in flight."""
+
+_BETTER = 0.99
+"""How much less a schedule has to take than those before it, which are simpler, to be tried in their place."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """What a trial can be at best."""
+
+    step_s: float
+    """No plan of it is faster; infinite if none fits, 0 if nothing is known."""
+
+    wanted: Wanted | None
+    """The schedule that this is of; `None` without stages."""
+
+
+@dataclass
+class Proofs:
+    """Bounds of the trials of one search; remembers what they share."""
+
+    solving: Solving
+    wishes: Wishes
+    mixes: bool
+    """Whether blocks may be recomputed each in its way."""
+
+    _work: dict[tuple[int, int], Work | None] = field(init=False, default_factory=dict)
+    """By samples of a micro-batch and ranks along which tensors are split."""
+
+    @cached_property
+    def _floors(self) -> Floors:
+        return Floors(self.solving.graph("none", self.wishes), self.solving.optimizer)
+
+    def best(self, trial: Trial, ways: Sequence[Wanted], elsewhere_s: float) -> Best:
+        """Return the least that a trial can take with any of the schedules.
+
+        `elsewhere_s`: what one micro-batch takes through all stages at least, collectives of tensors included.
+        Nothing is known where devices are unlike, where ranks share cores, and where kernels are fused.
+        """
+        solving = self.solving
+        shared = solving.cluster.share < 1.0 and trial.depth > 1
+        if shared or not solving.proves(trial) or solving.equal.device.fusion or not isinstance(trial.recompute, str):
+            return Best(0.0, None)
+        replicas, width = trial.replicas, prod(axis.size for axis in trial.ranks) // trial.replicas
+        shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "ep"}) * width
+        count = trial.microbatches
+        size = max(1, solving.program.batch_size // (count * replicas))
+        work = self._work_of(size, width)
+        if work is None:
+            return Best(0.0, None)
+        allowed = WAYS if self.mixes and trial.recompute == "full" else (trial.recompute,)
+        blocks = self._floors.blocks(
+            work, allowed, parts=count * replicas * width, shards=shards, sums=count > 1, elsewhere_s=elsewhere_s
+        )
+        if trial.depth == 1:
+            budget = solving.budget - solving.equal.device.reserved_bytes
+            return Best(least_step_s(blocks, _flow(Wanted(1), count), count, budget), None)
+        places = solving.places(trial.depth)
+        budget = max(places.budgets) - min(places.reserved)
+        found = Best(inf, None)
+        for wanted in ways:
+            if wanted.depth * wanted.interleave > int(blocks.counts.sum()):
+                continue
+            step_s = least_step_s(blocks, _flow(wanted, count), count, budget)
+            found = Best(min(step_s, found.step_s), wanted if step_s < _BETTER * found.step_s else found.wanted)
+        return found
+
+    def _work_of(self, size: int, width: int) -> Work | None:
+        """Return what blocks take at least with micro-batches of a size; `None` where operators have no price."""
+        if (size, width) not in self._work:
+            count = self.solving.program.batch_size // size
+            in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
+            trial = Trial((*in_time, *((MeshAxis("tp", width),) if width > 1 else ())))
+            try:
+                options = self.solving.choices(trial, self.wishes)
+                self._work[size, width] = self._floors.work(options, self.solving.links(trial))
+            except (CostModelError, InfeasibleError):
+                self._work[size, width] = None
+        return self._work[size, width]
+
+
+@lru_cache(maxsize=128)
+def _flow(wanted: Wanted, microbatches: int) -> Flow:
+    """Return what a schedule has in flight."""
+    return Flow.of(wanted.schedule_for(min(microbatches, _STEADY * wanted.depth)))

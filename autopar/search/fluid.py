@@ -1,0 +1,191 @@
+"""Seconds below which no pipeline of some blocks can be: blocks are a fluid, and recomputation comes in drops.
+
+    minimise T    over how much of each kind of block each stage has, and how it is recomputed
+    such that     every rank has time for its work, for what is ahead of it, and behind it
+                  every rank has room for what its schedule has in flight
+
+Whatever cut into stages, and recomputation block by block, the search could find is one point of this linear program,
+so its optimum bounds them all. It knows memory and bubbles, which bounds of work alone do not: recomputing less takes
+memory, more stages take less of it for parameters, and more micro-batches in flight hide bubbles and take more.
+
+Of a rank r whose stages are S, the first of them a, and m micro-batches; F, I, W as in `closed_forms`, recomputation
+in I:
+
+    its work, between the first micro-batch's way to it and the last one's way back
+        T >= sum over stages ahead of a (F + I + W) + m * sum over S (F + I + W)     W ahead only where I holds it
+    where weight gradients come later, which can fill the way back
+        T >= sum over stages ahead of a F + m * sum over S (F + I + W),  and the line above without any W
+    the first micro-batch's way down and back, if r has one stage, and at most f micro-batches in flight: the first
+    backward starts behind F of all stages and the backward of those behind r, and m - f forwards come after it
+        T >= sum over other stages (F + I) + F + m * I + (m - f) * F
+
+Narayanan et al. 2021 and Qi et al. 2024 have these times for even stages (sources in `cost_models.pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from autopar.ir.schedule import PipelineSchedule
+from autopar.ir.table import Floats, Ints
+from autopar.search.stages import in_flight
+
+_MOST = 6000
+"""Variables at most: larger programs bound nothing here, in place of taking seconds each."""
+
+_ROUNDING = 1e-6
+"""Share that the solver's tolerance may take of a bound."""
+
+
+@dataclass(frozen=True)
+class Fluid:
+    """Kinds of blocks, in the order they run; all seconds and bytes are the least there are, of one micro-batch.
+
+    The first and the last kind are one block each, which are on the first and the last stage.
+    """
+
+    counts: Ints
+    """[kind]: blocks."""
+
+    forward_s: Floats
+    input_gradient_s: Floats
+    weight_gradient_s: Floats
+    """[kind] each."""
+
+    again_s: Floats
+    """[kind, way]: what recomputation adds to the input gradient."""
+
+    saved_bytes: Floats
+    """[kind, way]: what forward leaves for backward."""
+
+    late_bytes: Floats
+    """[kind]: what waits for weight gradients that come later, however blocks are recomputed."""
+
+    static_bytes: Floats
+    """[kind]: there from start to end."""
+
+    elsewhere_s: float = 0.0
+    """What all blocks together take beyond that; nobody knows in which."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What of a schedule counts here."""
+
+    rank_of: Ints
+    """[stage]."""
+
+    splits_backward: bool
+    moments: Sequence[Floats]
+    """Of each rank [moment, own stage, 2], see `in_flight`."""
+
+    @classmethod
+    def of(cls, schedule: PipelineSchedule) -> Flow:
+        """Return a schedule's."""
+        ranks = range(schedule.ranks)
+        moments = [in_flight(schedule, rank) for rank in ranks]
+        return cls(np.array(schedule.rank_of), schedule.splits_backward, moments)
+
+
+def least_step_s(blocks: Fluid, flow: Flow, microbatches: int, budget_bytes: float) -> float:
+    """Return seconds that no cut of the blocks, run by this schedule, beats; infinite if none fits the budget.
+
+    `flow` may be of fewer micro-batches than there are: it tells how many are in flight. 0 where there are too many
+    kinds of blocks and stages to tell.
+    """
+    kept = _worth(blocks)
+    kinds, ways = kept.nonzero()
+    stages, rank_of = len(flow.rank_of), flow.rank_of
+    if len(kinds) * stages > _MOST:
+        return 0.0
+    kind, way = np.tile(kinds, stages), np.tile(ways, stages)
+    stage = np.repeat(np.arange(stages), len(kinds))
+    forward, weight = blocks.forward_s[kind], blocks.weight_gradient_s[kind]
+    inputs = blocks.input_gradient_s[kind] + blocks.again_s[kind, way]
+    many, splits = microbatches, flow.splits_backward
+    less: list[Floats] = []  # rows of seconds that T is no less than
+    busy = np.zeros(len(kind))
+    room: list[Floats] = []
+    for rank, moments in enumerate(flow.moments):
+        own = np.flatnonzero(rank_of == rank)
+        mine, ahead = rank_of[stage] == rank, stage < own[0]
+        work = mine * many * (forward + inputs + weight)
+        less.append(ahead * (forward if splits else forward + inputs + weight) + work)
+        busy += less[-1]
+        if splits:
+            less.append(ahead * (forward + inputs) + mine * many * (forward + inputs))
+        if len(own) == 1:
+            back = inputs if splits else inputs + weight
+            late = max(0.0, many - max(1.0, float(moments[:, 0, 0].max())))
+            less.append(np.where(mine, forward + many * back + late * forward, forward + back))
+        for moment in moments:
+            flying = np.zeros((stages, 2))
+            flying[own] = moment
+            waits = flying[stage, 0] * blocks.saved_bytes[kind, way] + flying[stage, 1] * blocks.late_bytes[kind]
+            room.append(mine * (waits + blocks.static_bytes[kind]))
+    share, elsewhere = np.array(room) / budget_bytes, many * blocks.elsewhere_s
+    return _solved(blocks, kind, stage, np.array(less), (busy, elsewhere), share, len(flow.moments))
+
+
+def _solved(
+    blocks: Fluid,
+    kind: Ints,
+    stage: Ints,
+    less: Floats,
+    busy: tuple[Floats, float],
+    room: Floats,
+    ranks: int,
+) -> float:
+    """Return the least T.
+
+    No row of `less` is more than T, and none of `room` more than 1; `busy` is what all ranks are busy for, and how much
+    longer they are.
+    """
+    count, last = len(blocks.counts), int(stage.max())
+    scale_s = float(less.max()) or 1.0
+    each = (kind[None, :] == np.arange(count)[:, None]).astype(np.float64)
+    rows = np.vstack([each, less / scale_s, busy[0] / scale_s, room])
+    slower = np.concatenate([np.zeros(count), -np.ones(len(less)), [-ranks], np.zeros(len(room))])
+    upper = np.concatenate([blocks.counts, np.zeros(len(less)), [-busy[1] / scale_s], np.ones(len(room))])
+    lower = np.concatenate([blocks.counts, np.full(len(upper) - count, -highspy.kHighsInf)])
+    apart = ((kind == 0) & (stage > 0)) | ((kind == count - 1) & (stage < last))
+    most = np.where(apart, 0.0, highspy.kHighsInf)
+    full = np.hstack([rows, slower[:, None]])
+    lp = highspy.HighsLp()
+    lp.num_row_, lp.num_col_ = full.shape
+    lp.col_cost_ = np.concatenate([np.zeros(len(kind)), [1.0]])
+    lp.col_lower_ = np.zeros(len(kind) + 1)
+    lp.col_upper_ = np.concatenate([most, [highspy.kHighsInf]])
+    lp.row_lower_, lp.row_upper_ = lower, upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    at, place = full.nonzero()
+    lp.a_matrix_.start_ = np.searchsorted(at, np.arange(len(full) + 1)).astype(np.int32)
+    lp.a_matrix_.index_ = place.astype(np.int32)
+    lp.a_matrix_.value_ = full[at, place]
+    solver = highspy.Highs()
+    solver.silent()
+    solver.setOptionValue("threads", 1)
+    solver.passModel(lp)
+    solver.run()
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return float("inf")
+    if status != highspy.HighsModelStatus.kOptimal:
+        return 0.0
+    return float(solver.getInfo().objective_function_value) * scale_s * (1.0 - _ROUNDING)
+
+
+def _worth(blocks: Fluid) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Return [kind, way]: false for ways that take as long as another and leave as much, or more of either."""
+    seconds, saved = blocks.again_s, blocks.saved_bytes
+    worth = np.ones(seconds.shape, dtype=bool)
+    for way in range(seconds.shape[1]):
+        for other in range(seconds.shape[1]):
+            no_worse = (seconds[:, other] <= seconds[:, way]) & (saved[:, other] <= saved[:, way])
+            same = (seconds[:, other] == seconds[:, way]) & (saved[:, other] == saved[:, way])
+            worth[:, way] &= ~(no_worse & (~same | (other < way)) & (other != way))
+    return worth

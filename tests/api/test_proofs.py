@@ -1,0 +1,69 @@
+"""Bounds of trials as a fluid against the plans that the search makes of them."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from autopar.api.pipelining import Wanted
+from autopar.api.proofs import Proofs
+from autopar.api.solving import Solved, Solving
+from autopar.api.wishes import read_wishes
+from autopar.options import PlanOptions
+from autopar.search.meshes import MeshAxis
+from autopar.search.trials import Trial, Uniform
+from cost_models.cluster import ClusterSpec
+from tests.api.test_outer import CAPTURED, cluster
+
+WAYS = [Wanted(2), Wanted(2, "zb_h1"), Wanted(2, "interleaved_1f1b", 2), Wanted(2, "zbv", 2)]
+
+
+def trial(depth: int, microbatches: int, recompute: Uniform) -> Trial:
+    ranks = (MeshAxis("dp_shard", 4 // depth),) if depth < 4 else ()
+    in_time = (MeshAxis("microbatch", microbatches),) if microbatches > 1 else ()
+    return Trial((*in_time, *ranks), depth, recompute)
+
+
+def proofs(spec: ClusterSpec) -> Proofs:
+    options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
+    return Proofs(Solving(CAPTURED.graph, spec, options), read_wishes(options), mixes=True)
+
+
+@pytest.mark.parametrize("memory", ["16 GiB", "2 MiB"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("depth", "microbatches"), [(1, 4), (2, 4)])
+def test_no_plan_of_a_trial_beats_its_bound(depth: int, microbatches: int, recompute: Uniform, memory: str):
+    proof = proofs(cluster(memory, "100 Gbit/s"))
+    ways = WAYS if depth > 1 else []
+    given = trial(depth, microbatches, recompute)
+
+    bound = proof.best(given, ways, 0.0)
+
+    priced = proof.solving.bound(given, proof.wishes, 60.0)
+    assert not isinstance(priced, Solved)
+    solved = proof.solving.solve(priced, proof.wishes, ways, inf, 60.0)
+    assert solved.step_s >= bound.step_s > 0
+
+
+def test_less_memory_bounds_more_until_nothing_fits():
+    found = [
+        proofs(cluster(memory)).best(trial(1, 1, "full"), [], 0.0).step_s
+        for memory in ("1 GiB", "980 KiB", "975 KiB", "970 KiB", "960 KiB")
+    ]
+
+    assert found == sorted(found)
+    assert found[0] < found[-2] < inf
+    assert found[-1] == inf
+
+
+def test_nothing_is_known_where_ranks_share_cores():
+    links = {"bandwidth": "9 GB/s", "latency": "1us"}
+    shared = ClusterSpec.from_dict({
+        "version": 1,
+        "name": "shared",
+        "nodes": {"host": {"device": "cpu", "count": 4, "cores": 2, "links": links}},
+        "groups": [{"node": "host", "count": 1}],
+    })  # fmt: skip
+
+    assert proofs(shared).best(trial(2, 4, "none"), WAYS, 0.0).step_s == 0.0

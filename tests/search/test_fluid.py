@@ -1,0 +1,140 @@
+"""Bounds of pipelines against all cuts and recomputations, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autopar.ir.pipeline import Edge, PipelineCosts, StageCost
+from autopar.ir.schedule import PipelineSchedule
+from autopar.search.fluid import Flow, Fluid, least_step_s
+from autopar.simulate.engine import simulate
+from autopar.simulate.generators import generate
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zbv", 2)]
+
+
+@st.composite
+def programs(draw: st.DrawFn, most: int = 5) -> Fluid:
+    """Blocks of whole seconds and bytes, each a kind of its own, that can be recomputed in two ways or not."""
+    count = draw(st.integers(2, most))
+
+    def numbers(high: int, columns: int = 1) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        drawn = draw(st.lists(st.integers(0, high), min_size=count * columns, max_size=count * columns))
+        return np.array(drawn, dtype=np.float64).reshape(count, columns)
+
+    again, saved = numbers(4, 3), np.sort(numbers(9, 3), axis=1)[:, ::-1]
+    again[:, 0] = 0.0
+    own = [numbers(5)[:, 0] for _ in range(3)]
+    return Fluid(np.ones(count, dtype=np.int64), *own, again, saved, numbers(4)[:, 0], numbers(4)[:, 0])
+
+
+def run(blocks: Fluid, schedule: PipelineSchedule, cut: tuple[int, ...], ways: tuple[int, ...]) -> tuple[float, int]:
+    """Return seconds and the largest rank's bytes of one cut with one recomputation."""
+    place = np.arange(len(ways))
+    stops = (*cut[1:], len(ways))
+    own = np.array(ways)
+
+    def total(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]], start: int, stop: int) -> float:
+        return float(values[start:stop].sum())
+
+    again, saved = blocks.again_s[place, own], blocks.saved_bytes[place, own]
+    stages = tuple(
+        StageCost(
+            forward_s=total(blocks.forward_s, start, stop),
+            input_gradient_s=total(blocks.input_gradient_s + again, start, stop),
+            weight_gradient_s=total(blocks.weight_gradient_s, start, stop),
+            static_bytes=int(total(blocks.static_bytes, start, stop)),
+            activation_bytes=int(total(saved, start, stop)),
+            kept_bytes=int(total(blocks.late_bytes, start, stop)),
+        )
+        for start, stop in zip(cut, stops, strict=True)
+    )
+    edges = tuple(Edge(stage, stage + 1, 0.0, 0.0) for stage in range(len(cut) - 1))
+    timeline = simulate(schedule, PipelineCosts(stages, edges))
+    return timeline.makespan_s, max(rank.peak_bytes for rank in timeline.ranks)
+
+
+def all_runs(blocks: Fluid, schedule: PipelineSchedule) -> list[tuple[float, int]]:
+    count = len(blocks.counts)
+    cuts = [(0, *rest) for rest in combinations(range(1, count), schedule.stages - 1)]
+    every = product(range(blocks.again_s.shape[1]), repeat=count)
+    return [run(blocks, schedule, cut, ways) for ways in every for cut in cuts]
+
+
+@pytest.mark.parametrize(("name", "interleave"), SCHEDULES)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), blocks=programs(4), microbatches=st.integers(1, 5))
+def test_no_cut_and_recomputation_beats_the_bound(
+    name: str, interleave: int, data: st.DataObject, blocks: Fluid, microbatches: int
+):
+    ranks = data.draw(st.integers(1, len(blocks.counts) // interleave))
+    schedule = generate(name, ranks=ranks, microbatches=microbatches, interleave=interleave)
+    known = all_runs(blocks, schedule)
+    assume(max(held for _, held in known) > 0)
+    budget = data.draw(st.integers(max(1, min(held for _, held in known)), max(held for _, held in known)))
+
+    bound_s = least_step_s(blocks, Flow.of(schedule), microbatches, budget)
+
+    assert bound_s <= min(step_s for step_s, held in known if held <= budget) + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(blocks=programs(), microbatches=st.integers(1, 9), budget=st.integers(1, 60))
+def test_on_one_rank_the_bound_is_that_of_blocks_recomputed_in_parts(blocks: Fluid, microbatches: int, budget: int):
+    flow = Flow.of(generate("1f1b", ranks=1, microbatches=microbatches))
+
+    bound_s = least_step_s(blocks, flow, microbatches, budget)
+
+    room = budget - blocks.static_bytes.sum()
+    if blocks.saved_bytes.min(axis=1).sum() > room:
+        assert bound_s == inf
+        return
+    work_s = (blocks.forward_s + blocks.input_gradient_s + blocks.weight_gradient_s).sum()
+    assert bound_s == pytest.approx(microbatches * (work_s + _knapsack_s(blocks, room)), rel=1e-5, abs=1e-6)
+
+
+def _knapsack_s(blocks: Fluid, room: float) -> float:
+    """Return the least seconds of recomputation by its dual: the best of all prices of a byte is one where ways tie."""
+    again, saved = blocks.again_s, blocks.saved_bytes
+    ties = {0.0}
+    for one, other in combinations(range(again.shape[1]), 2):
+        fewer = saved[:, one] - saved[:, other]
+        ties |= {float(s / b) for s, b in zip(again[:, other] - again[:, one], fewer, strict=True) if b and s / b > 0}
+    return max(float((again + price * saved).min(axis=1).sum() - price * room) for price in ties)
+
+
+def test_memory_that_is_tighter_never_lowers_the_bound_and_what_cannot_fit_has_none():
+    ones, again, saved = np.ones(3), np.outer(np.ones(3), [0.0, 1.0]), np.outer(np.ones(3), [5.0, 1.0])
+    blocks = Fluid(np.array([1, 6, 1]), ones, ones, ones, again, saved, ones, ones)
+    flow = Flow.of(generate("1f1b", ranks=4, microbatches=8))
+
+    bounds = [least_step_s(blocks, flow, 8, budget) for budget in (100, 42, 32, 22, 12, 5)]
+
+    assert bounds == sorted(bounds)
+    assert 8 * 2 * 3.0 < bounds[0] <= (8 + 3) * 2 * 3.0  # work alone, and even stages with the textbook's bubble
+    assert bounds[0] < bounds[3] < inf
+    assert bounds[-1] == inf
+
+
+def test_seconds_that_nobody_knows_the_block_of_count_on_all_ranks_together():
+    ones = np.ones(2)
+    blocks = Fluid(np.array([1, 1]), ones, ones, ones, np.zeros((2, 1)), np.zeros((2, 1)), ones * 0, ones)
+    flow = Flow.of(generate("gpipe", ranks=1, microbatches=4))
+
+    more_s = least_step_s(replace(blocks, elsewhere_s=0.5), flow, 4, 10.0)
+
+    assert more_s == pytest.approx(least_step_s(blocks, flow, 4, 10.0) + 4 * 0.5, rel=1e-5)
+
+
+def test_programs_of_too_many_kinds_are_bound_by_nothing():
+    many = np.linspace(1, 2, 200)
+    blocks = Fluid(np.ones(200, dtype=np.int64), many, many, many, many[:, None] * 0, many[:, None], many, many)
+
+    assert least_step_s(blocks, Flow.of(generate("1f1b", ranks=64, microbatches=64)), 64, 1e9) == 0.0
