@@ -59,11 +59,10 @@ class Proofs:
         """Return the least that a trial can take with any of the schedules.
 
         `elsewhere_s`: what one micro-batch takes through all stages at least, collectives of tensors included.
-        Nothing is known where devices are unlike, where ranks share cores, and where kernels are fused.
+        Nothing is known where devices are unlike and where kernels are fused.
         """
         solving = self.solving
-        shared = solving.cluster.share < 1.0 and trial.depth > 1
-        if shared or not solving.proves(trial) or solving.equal.device.fusion or not isinstance(trial.recompute, str):
+        if not solving.proves(trial) or solving.equal.device.fusion or not isinstance(trial.recompute, str):
             return Best(0.0, None)
         replicas, width = trial.replicas, prod(axis.size for axis in trial.ranks) // trial.replicas
         shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "ep"}) * width
@@ -85,7 +84,7 @@ class Proofs:
         for wanted in ways:
             if wanted.depth * wanted.interleave > int(blocks.counts.sum()):
                 continue
-            step_s = least_step_s(blocks, _flow(wanted, count), count, budget)
+            step_s = least_step_s(blocks, _flow(wanted, count), count, budget, share=solving.cluster.share)
             found = Best(min(step_s, found.step_s), wanted if step_s < _BETTER * found.step_s else found.wanted)
         return found
 

@@ -91,11 +91,12 @@ class Flow:
         return cls(np.array(schedule.rank_of), schedule.splits_backward, moments)
 
 
-def least_step_s(blocks: Fluid, flow: Flow, microbatches: int, budget_bytes: float) -> float:
+def least_step_s(blocks: Fluid, flow: Flow, microbatches: int, budget_bytes: float, *, share: float = 1.0) -> float:
     """Return seconds that no cut of the blocks, run by this schedule, beats; infinite if none fits the budget.
 
-    `flow` may be of fewer micro-batches than there are: it tells how many are in flight. 0 where there are too many
-    kinds of blocks and stages to tell.
+    `flow` may be of fewer micro-batches than there are: it tells how many are in flight. `share`: what a rank has of a
+    core while all compute, as seconds of blocks are; who computes alone is faster by that, all together are not. 0
+    where there are too many kinds of blocks and stages to tell.
     """
     kept = _worth(blocks)
     kinds, ways = kept.nonzero()
@@ -115,7 +116,7 @@ def least_step_s(blocks: Fluid, flow: Flow, microbatches: int, budget_bytes: flo
         mine, ahead = rank_of[stage] == rank, stage < own[0]
         work = mine * many * (forward + inputs + weight)
         less.append(ahead * (forward if splits else forward + inputs + weight) + work)
-        busy += less[-1]
+        busy += less[-1] if share == 1.0 else work
         if splits:
             less.append(ahead * (forward + inputs) + mine * many * (forward + inputs))
         if len(own) == 1:
@@ -127,8 +128,9 @@ def least_step_s(blocks: Fluid, flow: Flow, microbatches: int, budget_bytes: flo
             flying[own] = moment
             waits = flying[stage, 0] * blocks.saved_bytes[kind, way] + flying[stage, 1] * blocks.late_bytes[kind]
             room.append(mine * (waits + blocks.static_bytes[kind]))
-    share, elsewhere = np.array(room) / budget_bytes, many * blocks.elsewhere_s
-    return _solved(blocks, kind, stage, np.array(less), (busy, elsewhere), share, len(flow.moments))
+    # Where cores are shared, others compute while one waits.
+    every = (busy, many * blocks.elsewhere_s if share == 1.0 else 0.0)
+    return _solved(blocks, kind, stage, share * np.array(less), every, np.array(room) / budget_bytes, len(flow.moments))
 
 
 def _solved(

@@ -5,16 +5,18 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+import torch
 
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import read_wishes
+from autopar.capture import Captured, capture
 from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial, Uniform
 from cost_models.cluster import ClusterSpec
-from tests.api.test_outer import CAPTURED, cluster
+from tests.api.test_outer import CAPTURED, Deep, cluster
 
 WAYS = [Wanted(2), Wanted(2, "zb_h1"), Wanted(2, "interleaved_1f1b", 2), Wanted(2, "zbv", 2)]
 
@@ -25,9 +27,9 @@ def trial(depth: int, microbatches: int, recompute: Uniform) -> Trial:
     return Trial((*in_time, *ranks), depth, recompute)
 
 
-def proofs(spec: ClusterSpec) -> Proofs:
+def proofs(spec: ClusterSpec, program: Captured = CAPTURED) -> Proofs:
     options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
-    return Proofs(Solving(CAPTURED.graph, spec, options), read_wishes(options), mixes=True)
+    return Proofs(Solving(program.graph, spec, options), read_wishes(options), mixes=True)
 
 
 @pytest.mark.parametrize("memory", ["16 GiB", "2 MiB"])
@@ -57,7 +59,8 @@ def test_less_memory_bounds_more_until_nothing_fits():
     assert found[-1] == inf
 
 
-def test_nothing_is_known_where_ranks_share_cores():
+@pytest.mark.parametrize(("depth", "microbatches"), [(2, 1), (2, 8), (4, 4)])
+def test_no_pipeline_on_shared_cores_beats_its_bound(depth: int, microbatches: int):
     links = {"bandwidth": "9 GB/s", "latency": "1us"}
     shared = ClusterSpec.from_dict({
         "version": 1,
@@ -65,5 +68,13 @@ def test_nothing_is_known_where_ranks_share_cores():
         "nodes": {"host": {"device": "cpu", "count": 4, "cores": 2, "links": links}},
         "groups": [{"node": "host", "count": 1}],
     })  # fmt: skip
+    heavy = capture(Deep((1024,) * 4), (torch.empty(8192, 128),))
+    proof, given = proofs(shared, heavy), trial(depth, microbatches, "none")
 
-    assert proofs(shared).best(trial(2, 4, "none"), WAYS, 0.0).step_s == 0.0
+    bound = proof.best(given, [Wanted(depth), Wanted(depth, "zb_h1")], 0.0)
+
+    priced = proof.solving.bound(given, proof.wishes, 60.0)
+    assert not isinstance(priced, Solved)
+    solved = proof.solving.solve(priced, proof.wishes, [Wanted(depth), Wanted(depth, "zb_h1")], inf, 60.0)
+    assert solved.step_s < inf
+    assert 0.5 * solved.step_s < bound.step_s <= solved.step_s
