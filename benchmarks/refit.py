@@ -1,6 +1,8 @@
 """Which values of the constants the published training steps ask for, all of them or without one source.
 
     python benchmarks/refit.py --sensitivities   # results/sensitivities.jsonl: each row with each constant changed
+    python benchmarks/refit.py --sensitivities --again NAME  # the rows that the constant concerns, as they are and with
+                                                 # it changed; what others change keeps its ratio
     python benchmarks/refit.py                   # fits, of all sources and without each; results/refit.jsonl
     python benchmarks/refit.py --price SOURCE    # the source's rows at the constants fitted without it, for
                                                  # results/training_steps.jsonl (its lines bear `left_out`)
@@ -97,9 +99,9 @@ CONSTANTS: Mapping[str, Constant] = {
         (("nics", "unnamed", "efficiency"),), 0.75, 0.25, 1.0, "nominal rates lose 5 to 40 %", 0.75,
         lambda row: row.fabric.endswith("per node") and row.gpus > row.gpus_per_node,
     ),
-    "overlap": Constant(
-        (("overlap", "gpu", ""),), 0.85, 0.15, 1.0, "the multiprocessors that NCCL holds", 0.8,
-        lambda row: (row.zero == 3 and row.dp > 1) or row.stack.overlaps_tensor,
+    "accesses beside computation": Constant(
+        (("overlap", "gpu", ""),), 3.0, 0.3, 10.0, "a byte on its way is received, read and passed on", 3.4,
+        lambda row: (row.zero == 3 and row.dp > 1) or row.stack.overlaps_tensor or row.stack.hides_backward,
     ),
 }  # fmt: skip
 EARLY = "early"
@@ -114,7 +116,7 @@ def value_of(name: str) -> float:
         return catalog.number(catalog.entry("stacks", "all"), EARLY)
     section, entry, key = CONSTANTS[name].places[0]
     return (
-        float(overlap.EFFICIENCY["gpu"].value)
+        float(overlap.ACCESSES["gpu"].value)
         if section == "overlap"
         else catalog.number(catalog.entry(section, entry), key)
     )
@@ -138,9 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sensitivities", action="store_true")
     parser.add_argument("--part", default="0/1", help="K/N: the K-th of N parts of the rows, for several processes")
+    parser.add_argument("--again", choices=list(CONSTANTS), metavar="NAME")
     parser.add_argument("--price", metavar="SOURCE")
     options = parser.parse_args()
-    if options.sensitivities:
+    if options.again:
+        again(options.again)
+    elif options.sensitivities:
         sensitivities(options.part)
     elif options.price:
         price(options.price)
@@ -164,19 +169,47 @@ def sensitivities(part: str) -> None:
             read = read_training_row(values)
         except CostModelError:
             continue
-        found = {}
-        for name in (None, *(name for name, constant in CONSTANTS.items() if constant.concerns(read))):
-            put({} if name is None else {name: CONSTANTS[name].tried})
-            found["as it is" if name is None else name] = estimates_of(read).step_time_s
-        put({})
-        at = {name: value_of(name) for name in found if name in CONSTANTS}
-        record.write(
-            {
-                "line": line, "source": read.source, "early": _earliness(read), "measured_s": read.measured_step_s,
-                "predicted_s": found, "constants": at, "early constant": value_of(EARLY),
-            },
-            SENSITIVITIES,
-        )  # fmt: skip
+        found = _priced(read, [name for name, constant in CONSTANTS.items() if constant.concerns(read)])
+        record.write(_line(line, read, found), SENSITIVITIES)
+
+
+def again(name: str) -> None:
+    """Renew the lines of the rows that a constant concerns: as they are, and with it changed.
+
+    What another constant changes of a row is taken to be the same share of it as before.
+    """
+    with training_steps.DATA.open(encoding="utf-8") as file:
+        values = dict(enumerate(csv.DictReader(file), start=2))
+    was = [json.loads(each) for each in SENSITIVITIES.read_text(encoding="utf-8").splitlines()]
+    lines = []
+    for old in was:
+        read = read_training_row(values[old["line"]])
+        if not CONSTANTS[name].concerns(read):
+            lines.append(old)
+            continue
+        found = _priced(read, [name])
+        ratio = found["as it is"] / old["predicted_s"]["as it is"]
+        kept = {each: seconds * ratio for each, seconds in old["predicted_s"].items() if each in CONSTANTS}
+        lines.append(_line(old["line"], read, kept | found))
+    SENSITIVITIES.write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
+
+
+def _priced(read: TrainingRow, names: Sequence[str]) -> dict[str, float]:
+    """Return the predictions of a row, as it is and with each of the constants changed."""
+    found = {}
+    for name in (None, *names):
+        put({} if name is None else {name: CONSTANTS[name].tried})
+        found["as it is" if name is None else name] = estimates_of(read).step_time_s
+    put({})
+    return found
+
+
+def _line(line: int, read: TrainingRow, found: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "line": line, "source": read.source, "early": _earliness(read), "measured_s": read.measured_step_s,
+        "predicted_s": found, "constants": {name: value_of(name) for name in found if name in CONSTANTS},
+        "early constant": value_of(EARLY), **record.stamp(),
+    }  # fmt: skip
 
 
 def _earliness(read: TrainingRow) -> float:

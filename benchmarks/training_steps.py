@@ -73,7 +73,7 @@ def forget(constants: Mapping[tuple[str, str, str], float]) -> None:
     """Put constants in place of those of the catalogue, in this process."""
     for (section, name, key), value in constants.items():
         if section == "overlap":
-            overlap.EFFICIENCY[name] = replace(overlap.EFFICIENCY[name], value=value)  # type: ignore[index]
+            overlap.ACCESSES[name] = replace(overlap.ACCESSES[name], value=value)
         else:
             entry: Any = catalog.entry(section, name)
             entry[key] = replace(entry[key], value=value)

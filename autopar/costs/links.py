@@ -116,13 +116,12 @@ class Links:
         levels, ranks = self.cluster.levels, self.sizes[self.time_axes :]
         self._hops = ((),) * self.time_axes + tuple(axis_hops(levels, ranks, axis) for axis in range(len(ranks)))
         topology = {level.name: level.topology for level in levels}
-        kind = self.cluster.device.kind
+        device = self.cluster.device
         self._overlap = tuple(
-            float(overlap_efficiency(kind, topology.get(self.level(axis), "")).value) for axis in range(len(self.sizes))
+            overlap_efficiency(device, hops, topology.get(self.level(axis), "")) for axis, hops in enumerate(self._hops)
         )
-
         self._blocking_s = tuple(
-            max((hop.call_s for hop in hops), default=0.0) if kind == "cpu" else 0.0 for hops in self._hops
+            max((hop.call_s for hop in hops), default=0.0) if device.kind == "cpu" else 0.0 for hops in self._hops
         )
 
     def level(self, axis: int) -> str:

@@ -12,7 +12,8 @@ from cost_models.compute import accumulate_s, attention_s, matmul_compute_s, mat
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.memory import DtypeOf, allocated_bytes, optimizer_state_bytes, optimizer_traffic_bytes, usable_bytes
-from cost_models.overlap import exposed_s, overlap_efficiency
+from cost_models.overlap import ACCESSES, exposed_s, overlap_efficiency
+from cost_models.topology import Hop
 
 DEVICES = catalog.names("devices")
 SIZE = st.integers(min_value=1, max_value=20000)
@@ -182,9 +183,22 @@ def test_exposed_communication_is_what_computation_does_not_hide():
 
 
 def test_nothing_overlaps_on_loopback():
-    assert overlap_efficiency("cpu", "host").value == 0.0
-    assert overlap_efficiency("cpu", "fat-tree").value == 0.81
-    assert 0 < float(overlap_efficiency("gpu", "switch").value) < 1
+    cpu = catalogued_device("cpu")
+    assert overlap_efficiency(cpu, (), "host") == 0.0
+    assert overlap_efficiency(cpu, (), "fat-tree") == 0.81
+
+
+def test_a_collective_takes_of_a_gpu_what_its_bytes_pass_through_memory():
+    gpu = catalogued_device("a100-sxm-80gb")
+    bandwidth = gpu.memory_bytes_per_s * gpu.memory_efficiency
+    fast, slow = (Hop(8, rate, 1e-6, "rack", efficiency=0.5) for rate in (200e9, 50e9))
+
+    lost = [1.0 - overlap_efficiency(gpu, hops, "switch") for hops in ((fast,), (slow,), (fast, slow))]
+
+    assert lost[0] == pytest.approx(float(ACCESSES["gpu"].value) * 100e9 / bandwidth)
+    assert lost[0] == pytest.approx(4 * lost[1])
+    assert lost[2] == lost[1], "a ring goes at the pace of its slowest link"
+    assert overlap_efficiency(gpu, (replace(fast, bytes_per_s=1e13),), "switch") == 0.0
 
 
 WRONG = [
@@ -197,7 +211,10 @@ WRONG = [
         lambda: optimizer_state_bytes("adam", DtypeOf(state="flot32")),
         "unknown data type 'flot32' (did you mean 'float32'?)",
     ),
-    (lambda: overlap_efficiency("tpu", "switch"), "no overlap efficiency for device kind 'tpu'; known: gpu, cpu"),
+    (
+        lambda: overlap_efficiency(replace(catalogued_device("t4"), kind="tpu"), (), "switch"),
+        "no overlap efficiency for device kind 'tpu'; known: gpu, cpu",
+    ),
 ]
 
 
