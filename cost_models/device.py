@@ -85,7 +85,7 @@ class DeviceSpec:
     """Sizes m, n, k at each of which a matmul runs at half its best rate."""
 
     attention_efficiency: float
-    """Fraction of peak that a fused attention kernel reaches, forward and backward."""
+    """Fraction of peak that a fused attention kernel of PyTorch's own reaches, forward and backward."""
 
     multiprocessors: int = 0
     """Multiprocessors that take whole tiles; 0: no tile quantisation."""
@@ -112,6 +112,9 @@ class DeviceSpec:
 
     early_attention_efficiency: float = 0.0
     """As `attention_efficiency`, of the first fused kernels (FlashAttention 1); 0: the same."""
+
+    vendor_attention_efficiency: float = 0.0
+    """As `attention_efficiency`, of its maker's library (cuDNN) in place of PyTorch's own kernels; 0: the same."""
 
     fusion: float = 0.0
     """Share of the traffic between memory-bound operators that the software's fused kernels keep off memory."""
@@ -189,6 +192,7 @@ def catalogued_device(name: str) -> DeviceSpec:
         fresh_bytes_per_s=catalog.number(entry, "fresh_bandwidth", 0.0),
         released=int(catalog.number(entry, "released", 0)),
         early_attention_efficiency=catalog.number(entry, "early_attention_efficiency", 0.0),
+        vendor_attention_efficiency=catalog.number(entry, "vendor_attention_efficiency", 0.0),
         catalog=name,
     )
 

@@ -27,6 +27,9 @@ class Stack:
     overlaps: bool
     """Whether gradients are reduced, and parameters gathered, behind computation where micro-batches come before."""
 
+    gathers_ahead: bool = False
+    """Whether what a sharded optimizer made new is gathered behind the next forward (`--overlap-param-gather`)."""
+
     overlaps_tensor: bool = False
     """Whether gathers and scatters of sequence parallelism run behind the products that they feed or empty."""
 
@@ -36,6 +39,9 @@ class Stack:
     Megatron-LM since 2022: `LinearWithGradAccumulationAndAsyncCommunication` of megatron/core/tensor_parallel/
     layers.py; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
     """
+
+    vendor_attention: bool = False
+    """Whether fused attention is that of the device's maker (Transformer Engine and XLA call cuDNN's)."""
 
     sums_in_products: bool = False
     """Whether products add gradients to their float32 sums themselves (Megatron's `gradient_accumulation_fusion`)."""
@@ -94,7 +100,7 @@ class Stack:
         if device.released:
             early = catalog.number(every, "early") * max(0.0, 1.0 - (year - device.released) / _MATURE_AFTER_YEARS)
             sustained *= 1.0 - early
-        attention = device.attention_efficiency
+        attention = (self.vendor_attention and device.vendor_attention_efficiency) or device.attention_efficiency
         if year <= _FIRST_ATTENTION_KERNELS and device.early_attention_efficiency:
             attention = device.early_attention_efficiency
         return replace(
@@ -118,7 +124,15 @@ _EARLY_STOP = 2024
 _FRAMEWORKS = (
     (
         r"megatron.?(core|bridge)|nemo|transformer.?engine",
-        Stack("fused", float32_gradients=True, overlaps=True, overlaps_tensor=True, sums_in_products=True),
+        Stack(
+            "fused",
+            float32_gradients=True,
+            overlaps=True,
+            gathers_ahead=True,
+            overlaps_tensor=True,
+            vendor_attention=True,
+            sums_in_products=True,
+        ),
     ),
     (
         r"megatron.?deepspeed",
@@ -135,7 +149,10 @@ _FRAMEWORKS = (
     (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True)),
     (r"megatron", Stack("fused", float32_gradients=True, overlaps=False, hides_backward=True)),
     (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
-    (r"maxtext|pax|jax|xla", Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False)),
+    (
+        r"maxtext|pax|jax|xla",
+        Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False, vendor_attention=True),
+    ),
 )
 """What a framework's name contains, the more specific first. What runs under JAX is compiled by XLA, always."""
 

@@ -58,6 +58,9 @@ def weakest_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
         early_attention_efficiency=min(
             each.early_attention_efficiency or each.attention_efficiency for each in kinds
         ),
+        vendor_attention_efficiency=min(
+            each.vendor_attention_efficiency or each.attention_efficiency for each in kinds
+        ),
         kernel_launch_s=max(each.kernel_launch_s for each in kinds),
         transcendentals_per_s=_least_given(each.transcendentals_per_s for each in kinds),
         fresh_bytes=int(_least_given(each.fresh_bytes for each in kinds)),

@@ -210,3 +210,13 @@ def test_rows_that_shard_no_parameters_keep_their_ranks():
     row = read_training_row({**ROW, **few, "zero": "1"})
 
     assert evenly_sharded(row) is row
+
+
+def test_pytorchs_own_attention_does_not_use_what_is_new_in_hopper():
+    def reached(framework: str, device: str, year: int = 2025) -> float:
+        return stack_of(framework, compiled=False).on(catalogued_device(device), year).attention_efficiency
+
+    assert reached("megatron-core", "h100-sxm-80gb") > 1.3 * reached("torchtitan", "h100-sxm-80gb")
+    assert reached("jax", "h200") == reached("nemo", "h200")
+    assert reached("megatron-core", "a100-sxm-80gb") == reached("torchtitan", "a100-sxm-80gb")
+    assert reached("megatron-core", "h100-sxm-80gb", 2023) == reached("torchtitan", "h100-sxm-80gb", 2023)
