@@ -62,6 +62,7 @@ class AsRun(Solving):
             int(trial.microbatches > 1),
             sharded=self._sharded(trial),
             hides_reductions=self.stack.overlaps,
+            gathers_ahead=self.stack.gathers_ahead,
             reduces_each=any(axis.role == "dp_shard" for axis in trial.mesh),
             kept_axis=tensor,
             hidden_axis=tensor,

@@ -242,6 +242,9 @@ class BlockCosts:
                 if issued.finishes:
                     found.reduce_s[at] += taken
                     found.reduce_hidable_s[at] += hidable if hides else 0.0
+                    renewal_s = links.renewal_s(issued.message)
+                    found.gather_s[at] += renewal_s
+                    found.gather_hidable_s[at] += renewal_s * links.overlap(issued.message.axis)
                 else:
                     found.gather_s[at] += taken
                     found.gather_hidable_s[at] += 0.0 if links.flat_bytes else hidable

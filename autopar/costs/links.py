@@ -72,6 +72,9 @@ class Links:
     hides_reductions: bool = False
     """Whether gradients summed over micro-batches are reduced behind the backward of the last of them."""
 
+    gathers_ahead: bool = False
+    """Whether the new parameters of a sharded optimizer are gathered behind the next step's forward."""
+
     flat_bytes: int = 0
     """Size of the buffers that parameters and gradients travel in; 0: each travels by itself."""
 
@@ -132,9 +135,9 @@ class Links:
         """Return the seconds of one collective."""
         if message.axis < self.time_axes:
             return 0.0
-        if message.flat and message.bytes < self.flat_bytes:
-            whole = Message(message.op, message.axis, self.flat_bytes)
-            return self.message_s(whole) * message.bytes / self.flat_bytes
+        whole = self.travelling(message)
+        if whole is not message:
+            return self.message_s(whole) * message.bytes / whole.bytes
         return self._price_of(message).seconds
 
     def form(self, message: Message) -> tuple[int, int]:
@@ -165,8 +168,8 @@ class Links:
         hops = self._hops[message.axis]
         spent = float(collective_s(message.op, message.bytes, hops))
         if message.op == "all_reduce" and message.axis == self.sharded[0]:
-            scattered = collective_s("reduce_scatter", message.bytes, hops)
-            spent = scattered + collective_s("all_gather", self.sharded[1] * message.bytes, hops)
+            spent = collective_s("reduce_scatter", message.bytes, hops)
+            spent += 0.0 if self.gathers_ahead else self._renewal_s(message)
         if message.axis == self.hidden_axis and message.op in self.hidden_share:
             spent *= 1.0 - self.hidden_share[message.op] * self._overlap[message.axis]
         yield Price(spent, host_s(message.op, message.bytes, hops))
@@ -176,6 +179,24 @@ class Links:
             for chunks in self._chunks(message.op):
                 spent = two_level_s(message.op, message.bytes, hops, inside, chunks)
                 yield Price(spent, sent_s, ranks_inside(hops, inside), chunks)
+
+    def renewal_s(self, message: Message) -> float:
+        """Return the seconds to gather what a sharded optimizer makes of the gradients that a message reduces.
+
+        0 where that is part of the message: `gathers_ahead` says which.
+        """
+        if not self.gathers_ahead or message.op != "all_reduce" or message.axis != self.sharded[0]:
+            return 0.0
+        whole = self.travelling(message)
+        return self._renewal_s(whole) * message.bytes / whole.bytes
+
+    def _renewal_s(self, message: Message) -> float:
+        return float(collective_s("all_gather", self.sharded[1] * message.bytes, self._hops[message.axis]))
+
+    def travelling(self, message: Message) -> Message:
+        """Return the message that one is part of: the flat buffer, where it is flattened."""
+        inside = message.flat and message.bytes < self.flat_bytes
+        return Message(message.op, message.axis, self.flat_bytes) if inside else message
 
     def _chunks(self, op: str) -> tuple[int, ...]:
         """Return into how many chunks a collective in two levels can be cut: only where a host's thread runs it."""
@@ -206,7 +227,11 @@ class Links:
         hops = self._hops[message.axis]
         if all(hop.host_bytes_per_s for hop in hops):
             return max(0.0, rest - self._price_of(message).host_s)
-        return self._overlap[message.axis] * max(0.0, rest)
+        return self.overlap(message.axis) * max(0.0, rest)
+
+    def overlap(self, axis: int) -> float:
+        """Return the share of a collective along an axis that computation can run behind: `cost_models.overlap`."""
+        return self._overlap[axis]
 
     def route_s(
         self, before: Layout, after: Layout, meta: TensorMeta, *, hidable: bool = False, flat: bool = False

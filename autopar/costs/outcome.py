@@ -294,28 +294,43 @@ class Outcome:
         """Return the seconds of a step: of the device, or of the host that drives it."""
         time = timing(self.pricing.table, self.options)
         device = self.links.cluster.device
-        spent = device.with_host_s(time.forward_s + time.backward_s, self.issued_operators)
-        return spent - self._hidden_at_ends_s + time.optimizer_s
+        shown_s = time.forward_s + time.backward_s - self._hidden_at_ends_s
+        return device.with_host_s(shown_s, self.issued_operators) + time.optimizer_s
 
     @cached_property
     def _hidden_at_ends_s(self) -> float:
         """Return what is hidden of collectives that run once a step, which the search counts as exposed.
 
         The first micro-batch's forward hides gathers, but for the first; the last one's backward hides reductions of
-        sums, but for the last.
+        sums, but for the last. Less what shows of new parameters that are gathered behind forward.
         """
-        if self.microbatches == 1 or self.links.flat_bytes:
-            return 0.0
-        gathers = [each for each in self.messages() if each.times == 1 and not each.finishes]
-        sums = [each for each in self.messages() if each.finishes]
-        return self._hidden_behind_s(gathers, "forward") + self._hidden_behind_s(sums, "backward")
+        links, renewed = self.links, self._renewal_s()
+        if self.microbatches == 1:
+            return -renewed
+        own = not links.flat_bytes
+        gathers = [each for each in self.messages() if own and each.times == 1 and not each.finishes]
+        sums = [each for each in self.messages() if (own or links.hides_reductions) and each.finishes]
+        return self._hidden_behind_s(gathers, "forward") + self._hidden_behind_s(sums, "backward") - renewed
 
     def _hidden_behind_s(self, once: Sequence[Issued], phase: str) -> float:
-        seconds = [self.links.hidable_s(each.message) for each in once]
-        if not seconds:
+        if not once:
             return 0.0
+        messages = [each.message for each in once]
+        alone = max(self.links.hidable_s(self.links.travelling(each)) for each in messages)
+        return max(0.0, min(sum(map(self.links.hidable_s, messages)) - alone, self._phase_s(phase)))
+
+    def _renewal_s(self) -> float:
+        """Return what shows of the gathers of new parameters, which the next step's first forward hides."""
+        ends = [each.message for each in self.messages() if each.overlapped or each.finishes]
+        gathers = [(self.links.renewal_s(each), self.links.overlap(each.axis)) for each in ends]
+        whole = sum(seconds for seconds, _ in gathers)
+        hidable = sum(seconds * share for seconds, share in gathers)
+        return whole - min(hidable, self._phase_s("forward")) if whole else 0.0
+
+    def _phase_s(self, phase: str) -> float:
+        """Return the seconds that one micro-batch computes in a phase."""
         reps = Counter(self.graph.representative(op.name) for op in self.graph.ops if op.phase == phase)
-        return min(sum(seconds) - max(seconds), sum(count * self.seconds(rep) for rep, count in reps.items()))
+        return sum(count * self.seconds(rep) for rep, count in reps.items())
 
     def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
         """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""

@@ -323,8 +323,8 @@ class Builder:
         if sharing.producer in self._parameters and self.links.kept_axis >= 0:
             price[self._gathered_along(self.links.kept_axis, copies.sources, copies.wanted)] = UNREACHABLE
         hidden = np.where(np.isfinite(price), 0.0, price)
-        # Sums of micro-batches' gradients are reduced when all are computed: nothing is left to hide behind.
-        apart = sharing.category == "reduction" and self._microbatches > 1 and not self.links.hides_reductions
+        # Sums of micro-batches' gradients are reduced with the last of them: what hides is the outcome's.
+        apart = sharing.category == "reduction" and self._microbatches > 1
         if sharing.category != "critical" and not kept and not (apart and not inside.any()):
             behind = copies.table(lambda a, b: self.links.route_s(a, b, meta, hidable=True, flat=flat))
             hidden = np.where(inside, behind, hidden) if apart else behind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -26,6 +27,8 @@ WAYS: dict[str, Mapping[str, str]] = {
     "sharded": {"dp": "8", "tp": "1", "pp": "1", "zero": "3", "framework": "fsdp", "attention": "flash"},
     "llama": {"dp": "4", "tp": "2", "pp": "1", "family": "llama", "attention": "flash", "framework": "torchtitan"},
 }
+SLOW = {"intra_node_GB_per_s_per_gpu": "1"}
+"""Links on which communication takes longer than computation."""
 
 
 def _priced(**change: str) -> Estimates:
@@ -128,3 +131,36 @@ def test_tensor_parallelism_gathers_no_table():
     split = _priced(**{**WAYS["tensor"], "dp": "8", "tp": "1"}, vocab="65536", micro_batch="1", seq_len="64")
 
     assert held.memory.parameters < 0.55 * split.memory.parameters
+
+
+@pytest.mark.parametrize("pp", ["1", "2"])
+def test_new_parameters_of_a_sharded_optimizer_are_gathered_behind_the_next_forward(pp: str):
+    def priced(zero: str, *, ahead: bool) -> Estimates:
+        ways = {
+            "dp": str(8 // int(pp)),
+            "tp": "1",
+            "pp": pp,
+            "zero": zero,
+            "framework": "megatron-core",
+            "compiled": "yes",
+        }
+        row = read_training_row({**SMALL, **SLOW, **ways})
+        return estimates_of(replace(row, stack=replace(row.stack, gathers_ahead=ahead)))
+
+    ahead, after = (priced("1", ahead=each) for each in (True, False))
+    hidden_s = after.step_time_s - ahead.step_time_s
+
+    assert 0 < hidden_s < after.breakdown.compute_s, "no more than what forward computes"
+    assert priced("0", ahead=True).step_time_s == priced("0", ahead=False).step_time_s, "nothing to gather"
+
+
+def test_sums_of_micro_batches_hide_behind_the_last_ones_backward_alone():
+    def hidden(count: int) -> float:
+        ways = {"dp": "8", "tp": "1", "pp": "1", "zero": "0", "framework": "pytorch ddp", "micro_batch": "1"}
+        row = read_training_row({**SMALL, **SLOW, **ways, "global_batch": str(8 * count)})
+        rows = (replace(row, stack=replace(row.stack, overlaps=overlaps)) for overlaps in (False, True))
+        after, behind = (estimates_of(each).breakdown.exposed_communication_s for each in rows)
+        return after - behind
+
+    assert hidden(8) == pytest.approx(hidden(2), rel=1e-6)
+    assert hidden(2) > 0
