@@ -160,9 +160,14 @@ def examples_signature(model: str, reason: str, signature: str) -> UsageError:
 
 def example_value(path: str, kind: str) -> UsageError:
     """Return the error for an input that is neither a tensor nor a plain value."""
+    way_out = (
+        "make it in forward, by create_block_mask of what its function reads"
+        if kind == "BlockMask"
+        else "pass what it holds instead"
+    )
     return UsageError(
         f"example input {path} is of type {kind}; inputs are tensors, numbers, strings, booleans and None, in tuples,"
-        " lists and dicts: pass what it holds instead"
+        f" lists and dicts: {way_out}"
     )
 
 

@@ -29,6 +29,7 @@ from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
 from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
+from autopar.capture.flex import flex_attention_in_plain_operators
 from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write
 from autopar.capture.origin import user_line
@@ -176,6 +177,7 @@ def _ambient(with_backward: bool) -> Iterator[None]:
         said = {builtins.print, warnings.warn, logging.Logger.info, logging.Logger.warning, logging.Logger.debug}
         # A derivative that forward takes itself (forces, penalties of gradients) is operators like any other.
         stack.enter_context(dynamo_settings(ignore_logging_functions=said, allow_rnn=True, trace_autograd_ops=True))
+        stack.enter_context(flex_attention_in_plain_operators())
         yield
 
 
