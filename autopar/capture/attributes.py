@@ -53,10 +53,14 @@ def check_attributes(
         leaves = iter(inputs)
         given = [value if at is None else next(leaves) for at, value in zip(call.inputs, call.baked, strict=True)]
         args, kwargs = pytree.tree_unflatten(given, call.structure)
-        # What the user compiled has no kernels for tensors without memory.
-        with torch.compiler.set_stance("force_eager"), flex_attention_in_plain_operators():
-            with mode, torch.set_grad_enabled(with_backward), quiet():
-                fake.module(*args, **kwargs)
+        with (
+            torch.compiler.set_stance("force_eager"),  # compiled kernels need tensors with memory
+            flex_attention_in_plain_operators(),
+            mode,
+            torch.set_grad_enabled(with_backward),
+            quiet(),
+        ):
+            fake.module(*args, **kwargs)
         return dict(_attributes(fake.module))
 
     try:

@@ -75,8 +75,15 @@ def higher_order(model: str, operator: str, where: str) -> CaptureError:
     place = f"\n  at {where}" if where else ""
     return CaptureError(
         f"{model} cannot be captured: it calls the higher-order operator {operator}, which has no rules{place}\n"
-        "use the plain form of that computation (for attention: torch.nn.functional.scaled_dot_product_attention)"
+        f"{_PLAIN_FORMS.get(operator, 'use the plain form of that computation')}"
     )
+
+
+_PLAIN_FORMS = {
+    "cond": "compute both branches and choose with torch.where, or decide by shapes and Python values",
+    **dict.fromkeys(("scan", "map_impl"), "write it as a Python loop over the steps, whose number is a size"),
+    "while_loop": "repeat a fixed number of times in a Python loop, and keep what is done with torch.where",
+}
 
 
 def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:

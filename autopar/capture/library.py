@@ -5,6 +5,7 @@
 - `nn.TransformerEncoder` and `nn.TransformerDecoder` compare a mask with the causal one to name its kind; the mask is
   then given as it is, which is the same, and `masks.py` finds causal ones by their values.
 - `gaussian_nll_loss` refuses negative variances; they are not looked for.
+- `torch.jit.isinstance` of a plain class is Python's own `isinstance`.
 - `torch.linalg.inv`, `cholesky` and `solve` refuse singular matrices, by an operator that must stay in order with
   others; here it need not, and is dropped with the other checks.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,6 +24,8 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 
 from autopar._torch import without_effect
+
+_jit_isinstance = torch.jit.isinstance
 
 
 @contextmanager
@@ -33,6 +37,7 @@ def without_value_checks() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", _is_causal))
         stack.enter_context(patch.object(functional, "gaussian_nll_loss", _gaussian_nll_loss))
+        stack.enter_context(patch.object(torch.jit, "isinstance", _isinstance))
         stack.enter_context(without_effect("aten::_linalg_check_errors"))
         Distribution.set_default_validate_args(False)
         try:
@@ -44,6 +49,10 @@ def without_value_checks() -> Iterator[None]:
 def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Return what the caller said of the mask; `False` where nothing was said: it counts as any other mask."""
     return is_causal is True
+
+
+def _isinstance(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) if isinstance(kind, type) else _jit_isinstance(value, kind)
 
 
 def _gaussian_nll_loss(
