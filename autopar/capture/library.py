@@ -52,7 +52,7 @@ def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: i
 
 
 def _isinstance(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) if isinstance(kind, type) else _jit_isinstance(value, kind)
+    return isinstance(value, kind) if isinstance(kind, type) else _jit_isinstance(value, kind)  # type: ignore[no-untyped-call]
 
 
 def _gaussian_nll_loss(
