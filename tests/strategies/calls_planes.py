@@ -83,6 +83,23 @@ def look_ups() -> Iterator[Case]:
     yield c("zero.default", f(4, 6))
 
 
+def wholes() -> Iterator[Case]:
+    """Yield operators that mix all places of a tensor."""
+    x = f(4, 6)
+    yield c("_pdist_forward.default", x, 2.0)
+    yield c("_pdist_backward.default", f(6), x, 2.0, torch.pdist(x))
+    yield c("trace.default", f(4, 4))
+    yield c("block_diag.default", [f(4, 6), f(2, 2), f(4)])
+    yield c("renorm.default", 4 * f(4, 6, 2), 2, 1, 1.0)
+    yield c("renorm.default", 4 * f(4, 6), 1, -2, 1.0)
+    yield c("take.default", f(4, 6), i(24, 8, 2))
+    yield c("put.default", f(4, 6), torch.randperm(24)[:8].view(4, 2), f(4, 2))
+    yield c("put.default", f(4, 6), i(24, 8), f(8), True)
+    for kind in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
+        yield c(f"{kind}_window.default", 8)
+        yield c(f"{kind}_window.periodic", 8, False)
+
+
 def quantisation() -> Iterator[Case]:
     """Yield fake quantisation, by scales that are numbers, one for all, or one for each channel."""
     x, scale, zero = f(4, 6, 2, dtype=torch.float32), torch.full((6,), 0.1), torch.zeros(6)
@@ -114,4 +131,4 @@ def complex_numbers() -> Iterator[Case]:
     yield c("slice_scatter.default", torch.complex(f(4, 8), f(4, 8)), x, 1, 0, 6)
 
 
-MORE = (grids, planes, matrices, look_ups, quantisation, complex_numbers)
+MORE = (grids, planes, matrices, look_ups, wholes, quantisation, complex_numbers)
