@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.own_operators import ctc_loss
 from tests.strategies.make import c, f, i, p
 from tests.strategies.one_op import Case
 
@@ -100,6 +101,15 @@ def wholes() -> Iterator[Case]:
         yield c(f"{kind}_window.periodic", 8, False)
 
 
+def alignments() -> Iterator[Case]:
+    """Yield the loss of alignments, whose targets are padded."""
+    scores, lengths = f(8, 4, 6).log_softmax(-1), torch.tensor([1, 2, 1, 2])
+    given = (scores, 1 + i(5, 4, 3), torch.tensor([8, 7, 8, 6]), lengths)
+    yield c("autopar_ops.ctc_loss.default", *given, 0, False)
+    made = ctc_loss(*given, 0, False)
+    yield c("autopar_ops.ctc_loss_backward.default", f(4), *given, *made, 0, False)
+
+
 def quantisation() -> Iterator[Case]:
     """Yield fake quantisation, by scales that are numbers, one for all, or one for each channel."""
     x, scale, zero = f(4, 6, 2, dtype=torch.float32), torch.full((6,), 0.1), torch.zeros(6)
@@ -131,4 +141,4 @@ def complex_numbers() -> Iterator[Case]:
     yield c("slice_scatter.default", torch.complex(f(4, 8), f(4, 8)), x, 1, 0, 6)
 
 
-MORE = (grids, planes, matrices, look_ups, wholes, quantisation, complex_numbers)
+MORE = (grids, planes, matrices, look_ups, wholes, alignments, quantisation, complex_numbers)
