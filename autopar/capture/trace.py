@@ -134,6 +134,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         result = _plain_outputs(graph)
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
         _drop_checks(joint)
+        _make_numbers(joint)
     return Traced(joint, result, loose, changes_python=not all(each.startswith(_GLOBAL) for each in changed))
 
 
@@ -190,6 +191,15 @@ def _drop_checks(joint: fx.GraphModule) -> None:
             read = node.all_input_nodes
             joint.graph.erase_node(node)
             idle += read
+
+
+def _make_numbers(joint: fx.GraphModule) -> None:
+    """Let a number that is cast (by `vmap`, for a number beside a tensor) be made as what it becomes."""
+    aten = torch.ops.aten
+    for node in joint.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if not isinstance(node.args[0], fx.Node):
+            made = node.meta["val"]
+            node.target, node.kwargs = aten.scalar_tensor.default, {"dtype": made.dtype, "device": made.device}
 
 
 def _called(node: fx.Node) -> str:
