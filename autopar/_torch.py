@@ -30,6 +30,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph_module import _assign_attr as assign_attribute
 from torch.fx.graph_module import _del_attr as delete_attribute
+from torch.nn.attention import flex_attention
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
@@ -56,6 +57,7 @@ __all__ = [
     "dtensor_spec",
     "dynamo_capture",
     "dynamo_settings",
+    "flex_attention",
     "gloo_with_threads",
     "group_named",
     "group_timeout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ _ARGUMENTS = "Tensor target, Tensor? weight, int reduction, SymInt ignore_index,
 _LIBRARY: Any = torch.library.Library("autopar_ops", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"cross_entropy_backward(Tensor grad_output, Tensor self, {_ARGUMENTS}) -> Tensor")
 _LIBRARY.define(f"cross_entropy_backward_(Tensor grad_output, Tensor(a!) self, {_ARGUMENTS}) -> Tensor(a!)")
+
+_ALIGNED = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths"
+_LIBRARY.define(f"ctc_loss({_ALIGNED}, int blank, bool zero_infinity) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"ctc_loss_backward(Tensor grad, {_ALIGNED}, Tensor losses, Tensor log_alpha, int blank, bool zero_infinity)"
+    " -> Tensor"
+)
 
 
 def cross_entropy_backward(grad_output: torch.Tensor, scores: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -67,6 +75,71 @@ def _as_scores(grad_output: torch.Tensor, scores: torch.Tensor, *_: Any) -> torc
 def _the_scores(grad_output: torch.Tensor, scores: torch.Tensor, *_: Any) -> torch.Tensor:
     return scores
 
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of each sample and its forward variables [n, t, 2 s + 1], as `torch._ctc_loss` does.
+
+    Given are log-probabilities [t, n, c] and padded targets [n, s]. Torch makes the variables as long as the longest
+    target, a number that only the lengths tell; here they are as long as a target may be, which is a size. What is
+    beyond is never read.
+    """
+    losses, made = torch._ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    steps, samples = log_probs.shape[:2]
+    log_alpha = made.new_full((samples, steps, 2 * targets.shape[1] + 1), -math.inf)
+    step, place = (torch.arange(size, device=made.device) for size in made.shape[1:])
+    lengths = (each.to(made.device) for each in (input_lengths, 2 * target_lengths + 1))
+    used_steps, used = (at < each[:, None] for at, each in zip((step, place), lengths, strict=True))
+    # The kernel leaves memory as it finds it where a sample has no variables.
+    log_alpha[..., : len(place)] = made.masked_fill(~(used_steps[:, :, None] & used[:, None]), -math.inf)
+    return losses, log_alpha
+
+
+def _ctc_loss_backward(
+    grad: torch.Tensor,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    losses: torch.Tensor,
+    log_alpha: torch.Tensor,
+    *rest: Any,
+) -> torch.Tensor:
+    longest = int(target_lengths.max()) if len(target_lengths) else 0
+    made = log_alpha[..., : 2 * longest + 1].contiguous()
+    given: torch.Tensor = _ATEN._ctc_loss_backward.Tensor(
+        grad, log_probs, targets, input_lengths, target_lengths, losses, made, *rest
+    )
+    return given
+
+
+def _ctc_shapes(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    steps, samples = log_probs.shape[:2]
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * targets.shape[1] + 1)
+
+
+def _ctc_saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.rest = inputs[4:]
+
+
+def _ctc_gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.autopar_ops.ctc_loss_backward(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
+
+
+_LIBRARY.impl("ctc_loss", ctc_loss, "CompositeExplicitAutograd")
+_LIBRARY.impl("ctc_loss_backward", _ctc_loss_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("autopar_ops::ctc_loss", _ctc_shapes, lib=_LIBRARY)
+torch.library.register_fake(
+    "autopar_ops::ctc_loss_backward", lambda grad, log_probs, *_: torch.empty_like(log_probs), lib=_LIBRARY
+)
+torch.library.register_autograd("autopar_ops::ctc_loss", _ctc_gradient, setup_context=_ctc_saved, lib=_LIBRARY)
 
 _LIBRARY.impl("cross_entropy_backward", cross_entropy_backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("cross_entropy_backward_", _cross_entropy_backward_, "CompositeExplicitAutograd")

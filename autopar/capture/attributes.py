@@ -18,6 +18,7 @@ from autopar._torch import FakeTensorMode, pytree
 from autopar.capture.call import CallSpec
 from autopar.capture.errors import attribute_advances, attributes_stay
 from autopar.capture.fake import FakeModel
+from autopar.capture.flex import flex_attention_in_plain_operators
 from autopar.capture.trace import quiet, trace_python
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -52,7 +53,13 @@ def check_attributes(
         leaves = iter(inputs)
         given = [value if at is None else next(leaves) for at, value in zip(call.inputs, call.baked, strict=True)]
         args, kwargs = pytree.tree_unflatten(given, call.structure)
-        with mode, torch.set_grad_enabled(with_backward), quiet():
+        with (
+            torch.compiler.set_stance("force_eager"),  # compiled kernels need tensors with memory
+            flex_attention_in_plain_operators(),
+            mode,
+            torch.set_grad_enabled(with_backward),
+            quiet(),
+        ):
             fake.module(*args, **kwargs)
         return dict(_attributes(fake.module))
 

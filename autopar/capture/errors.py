@@ -75,8 +75,15 @@ def higher_order(model: str, operator: str, where: str) -> CaptureError:
     place = f"\n  at {where}" if where else ""
     return CaptureError(
         f"{model} cannot be captured: it calls the higher-order operator {operator}, which has no rules{place}\n"
-        "use the plain form of that computation (for attention: torch.nn.functional.scaled_dot_product_attention)"
+        f"{_PLAIN_FORMS.get(operator, 'use the plain form of that computation')}"
     )
+
+
+_PLAIN_FORMS = {
+    "cond": "compute both branches and choose with torch.where, or decide by shapes and Python values",
+    **dict.fromkeys(("scan", "map_impl"), "write it as a Python loop over the steps, whose number is a size"),
+    "while_loop": "repeat a fixed number of times in a Python loop, and keep what is done with torch.where",
+}
 
 
 def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
@@ -160,9 +167,14 @@ def examples_signature(model: str, reason: str, signature: str) -> UsageError:
 
 def example_value(path: str, kind: str) -> UsageError:
     """Return the error for an input that is neither a tensor nor a plain value."""
+    way_out = (
+        "make it in forward, by create_block_mask of what its function reads"
+        if kind == "BlockMask"
+        else "pass what it holds instead"
+    )
     return UsageError(
         f"example input {path} is of type {kind}; inputs are tensors, numbers, strings, booleans and None, in tuples,"
-        " lists and dicts: pass what it holds instead"
+        f" lists and dicts: {way_out}"
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,11 +99,60 @@ def _require_dense(name: str, tensor: torch.Tensor) -> None:
 
 def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy; where an attribute refuses that (a lock, a file), modules are copied and the rest shared."""
+    copies = dict(memo)
     try:
-        return copy.deepcopy(model, dict(memo))
+        made = copy.deepcopy(model, copies)
     except (TypeError, RuntimeError, AttributeError, ValueError):
         # What Python and torch raise for what cannot be copied: locks and files, tensors with a history, user classes.
         return _copy_structure(model, memo)
+    _rebind_functions(made, copies)
+    return made
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def _rebind_functions(model: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Let hooks and functions that modules hold read the copy where they read the original, which `deepcopy` leaves.
+
+    A hook that keeps a layer's result for later (`lambda m, i, o: self.kept.append(o)`) kept it in the original.
+    """
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        held = vars(module)
+        for table in (held, *(held[each] for each in _HOOKS)):
+            for name, value in table.items():
+                rebound = _rebound(value, copies, known)
+                if rebound is not value:
+                    table[name] = rebound
+
+
+def _rebound(value: Any, copies: Mapping[int, Any], known: dict[int, Any]) -> Any:
+    """Return a function whose closure holds copies, or itself if it holds nothing of which there is one."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, types.MethodType):
+        return value if id(value.__self__) not in copies else value.__func__.__get__(copies[id(value.__self__)])
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in known:
+        known[id(value)] = value  # where it holds itself
+        cells = tuple(_rebound_cell(each, copies, known) for each in value.__closure__)
+        if any(new is not old for new, old in zip(cells, value.__closure__, strict=True)):
+            made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+            made.__kwdefaults__ = value.__kwdefaults__
+            made.__dict__.update(value.__dict__)
+            known[id(value)] = made
+    return known[id(value)]
+
+
+def _rebound_cell(cell: types.CellType, copies: Mapping[int, Any], known: dict[int, Any]) -> types.CellType:
+    try:
+        held = cell.cell_contents
+    except ValueError:  # empty yet
+        return cell
+    rebound = _rebound(held, copies, known)
+    return cell if rebound is held else types.CellType(rebound)
 
 
 def _install_recorders(module: nn.Module) -> None:

@@ -5,6 +5,8 @@
 - `nn.TransformerEncoder` and `nn.TransformerDecoder` compare a mask with the causal one to name its kind; the mask is
   then given as it is, which is the same, and `masks.py` finds causal ones by their values.
 - `gaussian_nll_loss` refuses negative variances; they are not looked for.
+- `ctc_loss` makes a table as long as the longest target: with padded targets its size is taken from them.
+- `torch.jit.isinstance` of a plain class is Python's own `isinstance`.
 - `torch.linalg.inv`, `cholesky` and `solve` refuse singular matrices, by an operator that must stay in order with
   others; here it need not, and is dropped with the other checks.
 """
@@ -12,8 +14,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,7 +24,10 @@ from torch.distributions import Distribution, kl
 from torch.nn import functional
 from torch.nn.modules import transformer
 
+import autopar.own_operators  # noqa: F401  the program may contain them
 from autopar._torch import without_effect
+
+_jit_isinstance = torch.jit.isinstance
 
 
 @contextmanager
@@ -33,6 +39,8 @@ def without_value_checks() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", _is_causal))
         stack.enter_context(patch.object(functional, "gaussian_nll_loss", _gaussian_nll_loss))
+        stack.enter_context(patch.object(functional, "ctc_loss", _ctc_loss))
+        stack.enter_context(patch.object(torch.jit, "isinstance", _isinstance))
         stack.enter_context(without_effect("aten::_linalg_check_errors"))
         Distribution.set_default_validate_args(False)
         try:
@@ -44,6 +52,46 @@ def without_value_checks() -> Iterator[None]:
 def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Return what the caller said of the mask; `False` where nothing was said: it counts as any other mask."""
     return is_causal is True
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """Return `torch.nn.functional.ctc_loss`; targets without padding, one behind the other, are torch's to refuse."""
+    if log_probs.dim() != 3 or targets.dim() != 2:
+        return _torch_ctc_loss(
+            log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity=zero_infinity
+        )
+    inputs, aims = _lengths(input_lengths, log_probs), _lengths(target_lengths, log_probs)
+    losses: torch.Tensor
+    losses, _ = torch.ops.autopar_ops.ctc_loss(log_probs, targets, inputs, aims, blank, zero_infinity)
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, 0.0, losses)
+    if reduction == "mean":
+        return (losses / aims.clamp_min(1)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+_torch_ctc_loss = functional.ctc_loss
+
+
+def _lengths(given: torch.Tensor | Sequence[int], beside: torch.Tensor) -> torch.Tensor:
+    """Return lengths as a tensor; equal ones belong to no sample, so that micro-batches have theirs."""
+    if isinstance(given, torch.Tensor):
+        return given
+    if len(set(given)) == 1:
+        return torch.full((len(given),), given[0], dtype=torch.int64, device=beside.device)
+    return torch.tensor(list(given), device=beside.device)
+
+
+def _isinstance(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) if isinstance(kind, type) else _jit_isinstance(value, kind)  # type: ignore[no-untyped-call]
 
 
 def _gaussian_nll_loss(

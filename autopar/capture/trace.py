@@ -29,6 +29,7 @@ from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
 from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
+from autopar.capture.flex import flex_attention_in_plain_operators
 from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write
 from autopar.capture.origin import user_line
@@ -133,6 +134,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         result = _plain_outputs(graph)
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
         _drop_checks(joint)
+        _make_numbers(joint)
     return Traced(joint, result, loose, changes_python=not all(each.startswith(_GLOBAL) for each in changed))
 
 
@@ -176,6 +178,7 @@ def _ambient(with_backward: bool) -> Iterator[None]:
         said = {builtins.print, warnings.warn, logging.Logger.info, logging.Logger.warning, logging.Logger.debug}
         # A derivative that forward takes itself (forces, penalties of gradients) is operators like any other.
         stack.enter_context(dynamo_settings(ignore_logging_functions=said, allow_rnn=True, trace_autograd_ops=True))
+        stack.enter_context(flex_attention_in_plain_operators())
         yield
 
 
@@ -188,6 +191,15 @@ def _drop_checks(joint: fx.GraphModule) -> None:
             read = node.all_input_nodes
             joint.graph.erase_node(node)
             idle += read
+
+
+def _make_numbers(joint: fx.GraphModule) -> None:
+    """Let a number that is cast (by `vmap`, for a number beside a tensor) be made as what it becomes."""
+    aten = torch.ops.aten
+    for node in joint.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if not isinstance(node.args[0], fx.Node):
+            made = node.meta["val"]
+            node.target, node.kwargs = aten.scalar_tensor.default, {"dtype": made.dtype, "device": made.device}
 
 
 def _called(node: fx.Node) -> str:

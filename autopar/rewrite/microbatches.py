@@ -105,6 +105,8 @@ def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:
     copies: dict[fx.Node, fx.Node] = {}
     for node in needed:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "placeholder":
+            copies[node].target = node.name
     graph.output(tuple(copies[term] for term in terms))
     graph.lint()
     takes = tuple(node.name for node in needed if node.op == "placeholder")

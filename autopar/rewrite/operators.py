@@ -21,8 +21,13 @@ _ATEN = torch.ops.aten
 _RESHAPE = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 """Views of whole tensors that local strides may forbid."""
 
-_LAST_TOGETHER = frozenset({_ATEN.view_as_complex.default, _ATEN.view.dtype})
-"""Views that need the elements of the last dimension side by side, as they were in the whole tensor."""
+_CONTIGUOUS: dict[Any, int] = {
+    _ATEN.view_as_complex.default: 0,
+    _ATEN.view.dtype: 0,
+    _ATEN.nll_loss2d_backward.default: 1,
+}
+"""Which argument kernels need as it lay in the whole tensor, contiguous: views of the last dimension's elements
+together, and the scores whose gradient is allocated alike."""
 
 
 def emit(site: Site, node: fx.Node) -> Any:
@@ -36,10 +41,11 @@ def emit(site: Site, node: fx.Node) -> Any:
     if not site.mesh.axes:
         return site.graph.create_node(node.op, node.target, site.args, site.kwargs, name=node.name)
     args, kwargs = localise(site.op, site.args, site.kwargs, site.strategy, site.mesh)
+    at = _CONTIGUOUS.get(node.target)
+    if at is not None:
+        args = (*args[:at], site.call(_ATEN.contiguous.default, args[at]), *args[at + 1 :])
     if any(site.tags):
         return lowering_of(site.op.target)(replace(site, args=args, kwargs=kwargs))
-    if node.target in _LAST_TOGETHER:
-        args = (site.call(_ATEN.contiguous.default, args[0]), *args[1:])
     target = _ATEN.reshape.default if node.target in _RESHAPE else node.target
     return site.graph.create_node(node.op, target, args, kwargs, name=node.name)
 

@@ -118,6 +118,9 @@ class StagedBound:
         """Note where the tensors of parameters, buffers and constants come from."""
         stages = [stage for way in self._ways.values() for stage in way.stages.values()]
         wanted = {name for stage in stages for name in (*stage.starts, *stage.mutated)}
+        totals = self.program.staged.totals
+        if totals is not None and not wanted.isdisjoint(self.program.staged.total_names):
+            wanted |= {str(node.target) for node in totals.graph.find_nodes(op="placeholder")}
         held = {slot.name: slot for slot in slots(model)}
         self._tables: dict[str, tuple[dict[str, Any], str]] = {}
         self._constants: dict[str, torch.Tensor] = {}

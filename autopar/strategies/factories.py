@@ -79,4 +79,9 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.linspace.default": replicate_only,
     "aten.tril_indices.default": replicate_only,
     "aten.triu_indices.default": replicate_only,
+    **{
+        f"aten.{kind}_window.{overload}": replicate_only
+        for kind in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+        for overload in ("default", "periodic")
+    },
 }

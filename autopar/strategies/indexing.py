@@ -170,6 +170,29 @@ def _index_copy(call: Call) -> Iterator[Strategy]:
     return call.by(Rule(inputs=(kept, ((),) * len(call.metas[1].shape), kept), outputs=(kept,)))
 
 
+def _take(call: Call) -> Iterator[Strategy]:
+    """Yield those of reading by places in the flattened tensor, which stays whole."""
+    table, index = call.metas
+    read = plain(letters(len(index.shape)))
+    return call.by(Rule(inputs=(((),) * len(table.shape), read), outputs=(read,), linear=(frozenset({0}),)))
+
+
+def _put(call: Call) -> Iterator[Strategy]:
+    """Yield those of writing to places in the flattened tensor; what is added there may be added by several ranks."""
+    adds = bool(call.arg("accumulate"))
+    whole = ((),) * len(call.metas[0].shape)
+    written = plain(letters(len(call.metas[1].shape)))
+    return call.by(
+        Rule(
+            inputs=(whole, written, written),
+            outputs=(whole,),
+            reduce="sum" if adds else None,
+            added=frozenset({0}),
+            linear=(frozenset({0, 2}),),
+        )
+    )
+
+
 RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.index.Tensor": _index,
     "aten._unsafe_index.Tensor": _index,
@@ -184,4 +207,6 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.index_add.default": _index_add,
     "aten.index_copy.default": _index_copy,
     "aten.masked_scatter.default": _masked_scatter,
+    "aten.take.default": _take,
+    "aten.put.default": _put,
 }

@@ -128,12 +128,14 @@ def _margin(call: Call) -> Iterator[Strategy]:
 
 _ELEMENTS = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
 
-RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
+RULES: Mapping[str, Callable[[Call], Iterable[Strategy]] | Rule] = {
     "aten.nll_loss_forward.default": _nll_forward,
     "aten.nll_loss2d_forward.default": _nll_forward,
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.nll_loss2d_backward.default": _nll_backward,
     "autopar_ops.cross_entropy_backward.default": _cross_entropy_backward,
+    "autopar_ops.ctc_loss.default": Rule.parse("_n_ n_ n n -> n n__"),
+    "autopar_ops.ctc_loss_backward.default": Rule.parse("n _n_ n_ n n n n__ -> _n_", linear=[[0]]),
     **{f"aten.{name}.default": _elementwise for name in (*_ELEMENTS, "binary_cross_entropy_with_logits")},
     **{f"aten.{name}_backward.default": _elementwise_backward for name in _ELEMENTS},
     "aten.multi_margin_loss.default": _margin,

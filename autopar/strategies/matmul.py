@@ -102,6 +102,8 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]] | Rule] = {
     "aten._euclidean_dist.default": _distances,
     "aten._cdist_forward.default": _distances,
     "aten._cdist_backward.default": _distances_backward,
+    "aten._pdist_forward.default": Rule.parse("__ -> _"),
+    "aten._pdist_backward.default": Rule.parse("_ _m _ -> _m", linear=[[0]]),
     "aten._trilinear.default": _trilinear,
     "aten._scaled_mm.default": lambda call: (call.replicated(),),
 }

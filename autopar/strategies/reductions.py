@@ -102,6 +102,20 @@ def _roll(call: Call) -> Iterator[Strategy]:
     return _along(linear=True)(call) if not dims else _along(linear=True, names=("dims",))(call)
 
 
+def _renorm(call: Call) -> Iterator[Strategy]:
+    """Yield those of scaling each slice along one dimension to a norm."""
+    rank = len(call.metas[0].shape)
+    kept = plain(name if i == call.dim("dim", rank) else None for i, name in enumerate(letters(rank)))
+    return call.by(Rule(inputs=(kept,), outputs=(kept,)))
+
+
+def _whole(call: Call) -> Iterator[Strategy]:
+    """Yield those of an operator that is linear in all its inputs together, each of them whole."""
+    inputs = tuple(((),) * len(meta.shape) for meta in call.metas)
+    outputs = tuple(None if meta is None else ((),) * len(meta.shape) for meta in call.op.outputs)
+    return call.by(Rule(inputs=inputs, outputs=outputs, linear=(frozenset(range(len(inputs))),)))
+
+
 def _histogram(call: Call) -> Iterator[Strategy]:
     """Yield those of a histogram: counts of parts add up, if all parts have the same bounds."""
     low, high = call.arg("min"), call.arg("max")
@@ -163,6 +177,9 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten.tril.default": leading(2, linear=True),
     "aten.triu.default": leading(2, linear=True),
     "aten.histc.default": _histogram,
+    "aten.renorm.default": _renorm,
+    "aten.trace.default": _whole,
+    "aten.block_diag.default": _whole,
     "aten.bincount.default": replicate_only,
     "aten.searchsorted.Tensor": _searched("self", "sorted_sequence"),
     "aten.bucketize.Tensor": _searched("self", "boundaries"),

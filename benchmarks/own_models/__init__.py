@@ -6,7 +6,7 @@ returns the loss, alone or in a dict.
 
 from __future__ import annotations
 
-from benchmarks.own_models import adapted, complete, generative, layers, pictures, sequences, sets, sounds
+from benchmarks.own_models import adapted, complete, generative, layers, newer, pictures, sequences, sets, sounds
 from benchmarks.own_models.parts import FACTORIES, Around, example
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "example",
     "generative",
     "layers",
+    "newer",
     "pictures",
     "sequences",
     "sets",

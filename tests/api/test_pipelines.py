@@ -59,6 +59,19 @@ class Layers(nn.Module):
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Prefixed(nn.Module):
+    """Layers whose targets begin with a tensor that is no state of the model, and count what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Layers()
+        self.ignored = torch.full((1,), -100)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and loss."""
+        return self.body(ids, torch.cat([self.ignored.expand(len(labels), -1), labels[:, 1:]], 1))
+
+
 class Mean(nn.Module):
     """The mean square of what a model makes, as its loss."""
 
@@ -71,17 +84,18 @@ class Mean(nn.Module):
         return self.body(x).square().mean()
 
 
-def layers() -> tuple[nn.Module, Any]:
+def layers(kind: type[nn.Module] = Layers) -> tuple[nn.Module, Any]:
     torch.manual_seed(2)
     ids, labels = torch.randint(0, 16, (2, 12, 6))
     labels[:5, 2:] = -100
-    return Layers(), (ids, labels)
+    return kind(), (ids, labels)
 
 
 def example(name: str) -> tuple[nn.Module, Any]:
     if name == "unet":
         return unet.example(6)
-    return layers() if name == "layers" else models()[name]
+    kinds = {"layers": Layers, "prefixed": Prefixed}
+    return layers(kinds[name]) if name in kinds else models()[name]
 
 
 def run(_rank: int, name: str, fix: dict[str, Any], ranks: int = 2) -> Trained:
@@ -98,6 +112,7 @@ def run(_rank: int, name: str, fix: dict[str, Any], ranks: int = 2) -> Trained:
         ("layers", {"microbatch": 2, "schedule": "zb_h1"}),
         ("layers", {"microbatch": 3, "schedule": "zbv"}),
         ("layers", {"microbatch": 12, "schedule": "zbv"}),
+        ("prefixed", {"microbatch": 2}),
         ("weighted", {"microbatch": 2, "schedule": "zb_h1"}),
         ("mlp", {"microbatch": 2}),
         ("tied", {"microbatch": 1}),

@@ -120,3 +120,25 @@ def test_what_forward_keeps_for_itself_is_no_matter(change: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(_model(change), (X,))
+
+
+def test_what_the_user_compiled_is_not_run_on_tensors_without_memory():
+    ran: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _example: Any) -> Callable[..., Any]:
+        ran.append("compiled")
+        return graph.forward
+
+    class Compiled(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.compile(torch.tanh, backend=backend)
+
+        def change(self, x: torch.Tensor) -> torch.Tensor:
+            self.step += 1
+            return self.inner(x)
+
+    with pytest.warns(UserWarning, match="changes the attribute"):
+        capture(Compiled(), (X,))
+
+    assert not ran

@@ -482,3 +482,16 @@ def test_a_tensor_written_through_its_transpose_is_viewed_as_it_lies_in_memory()
 
     torch.testing.assert_close(found.result, loss)
     torch.testing.assert_close(found.gradients["weight"], model.weight.grad)
+
+
+def test_a_number_that_vmap_casts_is_made_as_what_it_becomes():
+    class Far(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(4)
+            return (x * torch.vmap(lambda place: place * 0.5)(places)).sum()
+
+    model, x = Far(), torch.randn(2, 4)
+    captured = capture(model, (x,))
+
+    assert not [op for op in captured.graph.ops if op.target == "aten._to_copy.default" and not op.refs]
+    torch.testing.assert_close(run(captured, model, (x,)).result, model(x))

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.nn import functional
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Gather
 from autopar.rewrite import rewrite
+from autopar.strategies.axis import axis_strategies
+from autopar.strategies.compose import AxisSpec, compose
 from tests.support.decide import decide, drawn, mesh_of
 from tests.support.models import cases
 from tests.support.whole import Ranked, Whole, run_ranks
@@ -59,6 +62,40 @@ def test_random_decisions_give_the_whole_programs_results(name: str, mesh: Mesh,
     ranked = run_drawn(name, mesh, seed, gather, greedy=seed == 2)
 
     require_equal(ranked, wholes[name][1])
+
+
+class Classified(nn.Module):
+    """Tokens whose classes are brought to where cross entropy wants them by a permutation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return functional.cross_entropy(self.head(x).permute(0, 2, 1), y)
+
+
+def test_split_classes_that_lie_as_they_were_permuted_have_a_gradient():
+    torch.manual_seed(1)
+    whole = Whole.of(Classified(), (torch.randn(4, 4, 8), torch.randint(6, (4, 4))))
+    graph = whole.captured.graph
+    scores = next(op for op in graph.ops if op.target == "aten.nll_loss2d_backward.default").refs[1].op
+    split = {
+        "permute": "S2->S1",
+        "_log_softmax": "S1->S1 (class)",
+        scores: "S1->S1",
+        "nll_loss2d_backward": "R,S1,R,R->S1 (vocab)",
+    }
+    choices = compose(graph, [AxisSpec(2)], axis_strategies)
+    chosen = {
+        name: next(each.axes for each in choices.of[graph.representative(name)] if str(each) == text)
+        for name, text in split.items()
+    }
+
+    ranked = run_ranks(whole, decide(graph, mesh_of(tp=2), operators=chosen))
+
+    require_equal(ranked, whole.run())
 
 
 @pytest.mark.parametrize("gather", ["per_phase", "once"])

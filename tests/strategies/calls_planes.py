@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.own_operators import ctc_loss
 from tests.strategies.make import c, f, i, p
 from tests.strategies.one_op import Case
 
@@ -83,6 +84,32 @@ def look_ups() -> Iterator[Case]:
     yield c("zero.default", f(4, 6))
 
 
+def wholes() -> Iterator[Case]:
+    """Yield operators that mix all places of a tensor."""
+    x = f(4, 6)
+    yield c("_pdist_forward.default", x, 2.0)
+    yield c("_pdist_backward.default", f(6), x, 2.0, torch.pdist(x))
+    yield c("trace.default", f(4, 4))
+    yield c("block_diag.default", [f(4, 6), f(2, 2), f(4)])
+    yield c("renorm.default", 4 * f(4, 6, 2), 2, 1, 1.0)
+    yield c("renorm.default", 4 * f(4, 6), 1, -2, 1.0)
+    yield c("take.default", f(4, 6), i(24, 8, 2))
+    yield c("put.default", f(4, 6), torch.randperm(24)[:8].view(4, 2), f(4, 2))
+    yield c("put.default", f(4, 6), i(24, 8), f(8), True)
+    for kind in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
+        yield c(f"{kind}_window.default", 8)
+        yield c(f"{kind}_window.periodic", 8, False)
+
+
+def alignments() -> Iterator[Case]:
+    """Yield the loss of alignments, whose targets are padded."""
+    scores, lengths = f(8, 4, 6).log_softmax(-1), torch.tensor([1, 2, 1, 2])
+    given = (scores, 1 + i(5, 4, 3), torch.tensor([8, 7, 8, 6]), lengths)
+    yield c("autopar_ops.ctc_loss.default", *given, 0, False)
+    made = ctc_loss(*given, 0, False)
+    yield c("autopar_ops.ctc_loss_backward.default", f(4), *given, *made, 0, False)
+
+
 def quantisation() -> Iterator[Case]:
     """Yield fake quantisation, by scales that are numbers, one for all, or one for each channel."""
     x, scale, zero = f(4, 6, 2, dtype=torch.float32), torch.full((6,), 0.1), torch.zeros(6)
@@ -114,4 +141,4 @@ def complex_numbers() -> Iterator[Case]:
     yield c("slice_scatter.default", torch.complex(f(4, 8), f(4, 8)), x, 1, 0, 6)
 
 
-MORE = (grids, planes, matrices, look_ups, quantisation, complex_numbers)
+MORE = (grids, planes, matrices, look_ups, wholes, alignments, quantisation, complex_numbers)
