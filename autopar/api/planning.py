@@ -119,7 +119,7 @@ class Planner:
             solved = self._solve_one(Trial(candidate), wishes)
             if solved.outcome is not None:
                 budget, dtype = self._solving.budget, PEAK_DTYPE[self.options.precision]
-                estimates = solved.outcome.estimates(budget, dtype)
+                estimates = solved.outcome.estimates(budget, dtype, self._solving.model_flops)
                 found = overlapped(solved.outcome, known.mesh, known.degrees, estimates, on=self.options.overlap)
                 return replace(found.decisions, streams=known.streams)
         raise self._infeasible(wishes, [solved])
