@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, prod
+from math import inf, log, prod
 
 from autopar.api.lightening import lighter
 from autopar.api.pipelining import Wanted
@@ -55,6 +55,9 @@ _BOUNDED = 400
 _SAMPLED = 2
 """Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
 
+_ESTIMATING = 0.4
+"""Share of the time limit after which estimates of further widths are taken from those of the others."""
+
 
 @dataclass
 class Outer:
@@ -78,6 +81,9 @@ class Outer:
 
     _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
+
+    _likely: dict[Trial, float] = field(init=False, default_factory=dict)
+    """Estimated seconds of trials that are not the whole program."""
 
     _no_price: dict[int, str] = field(init=False, default_factory=dict)
     """Why nothing has a price on as many ranks along which tensors are split."""
@@ -132,8 +138,7 @@ class Outer:
             else:
                 why = f"does not fit in memory however it is split, recompute {trial.recompute}"
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
-        estimates = self._estimates(left)
-        likely = dict(zip(left, estimates, strict=True))
+        likely = self._likely = dict(zip(left, self._estimates(left), strict=True))
         queue = _varied(sorted(left, key=likely.__getitem__))
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_s > 0:
@@ -151,6 +156,20 @@ class Outer:
             solutions += self._solve(waiting, _SOLVED - solutions)
         self._give_up(queue)
         self._refine()
+
+    def first_that_fits(self) -> Solved | None:
+        """Return a plan of one of the likeliest trials that time was too short for, however long that takes."""
+        stopped = [one.trial for one in self.solved if one.solution.status == "time_limit"]
+        likely = sorted(stopped, key=lambda each: self._likely.get(each, inf))
+        for trial in _varied(likely)[:_SOLVED]:
+            self.progress.phase("time is over without a plan: the likeliest that fits")
+            found = self.solving.bound(trial, self.wishes, inf)
+            if isinstance(found, Waiting):
+                found = self.solving.solve(found, self.wishes, self._ways(trial), inf, inf)
+            self.solved = [*(one for one in self.solved if one.trial != trial), found]
+            if found.outcome is not None:
+                return found
+        return None
 
     def _may_fit(self, trial: Trial) -> bool:
         rough, budget = self.solving.rough(trial.recompute, self.wishes), self.solving.mean_budget(trial.depth)
@@ -404,11 +423,22 @@ class Outer:
         """Return the seconds of a micro-batch through all stages on tensor-parallel ranks alone; memory is no limit."""
         key = (recompute, width, size)
         if key not in self._work_s:
+            if self.left_s < (1.0 - _ESTIMATING) * self.solving.options.time_limit:
+                return self._scaled_s(*key)
             count = self.solving.program.batch_size // size
             in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
             tensor = (MeshAxis("tp", width),) if width > 1 else ()
             self._work_s[key] = self._relaxed_s(Trial((*in_time, *tensor), 1, recompute)) / count
         return self._work_s[key]
+
+    def _scaled_s(self, recompute: Recompute, width: int, size: int) -> float:
+        """Return the same by proportion: from the nearest width and size that were computed, infinite without any."""
+        known = [key for key, found in self._work_s.items() if found < inf]
+        if not known:
+            return inf
+        near = min(known, key=lambda key: (key[0] != recompute, abs(log(key[1] / width)), abs(log(key[2] / size))))
+        works = [self.solving.rough(way, self.wishes).work for way in (recompute, near[0])]
+        return self._work_s[near] * (works[0] / works[1]) * (near[1] / width) * (size / near[2])
 
     def _relaxed_s(self, trial: Trial) -> float:
         """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another."""

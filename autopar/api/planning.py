@@ -223,10 +223,12 @@ class Planner:
             raise too_many_stages(depth * interleave, found, interleave)
 
     def _without_time(self, outer: Outer, trials: Sequence[Trial], wishes: Wishes) -> Solved | None:
-        """Return data parallelism, a small search, if the whole one ran out of time; `None` if it did not.
+        """Return data parallelism, a small search, if the whole one ran out of time, or else the likeliest that fits.
+
+        `None` if time was not what ended the search.
 
         Raises:
-            InfeasibleError: it did, and data parallelism does not fit.
+            InfeasibleError: it was, and none of these fits.
         """
         stopped = sum(one.solution.status == "time_limit" for one in outer.solved)
         if not stopped:
@@ -236,6 +238,9 @@ class Planner:
             outer.solved.append(plain)
             if plain.outcome is not None:
                 return plain
+        found = outer.first_that_fits()
+        if found is not None:
+            return found
         raise infeasible.no_time(self.options.time_limit, stopped, len(outer.solved))
 
     def _plainer(self, best: Solved, outer: Outer, wishes: Wishes) -> Solved:
@@ -280,6 +285,7 @@ class Planner:
         """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
         least: Outcome | None = None
         refused: InfeasibleError | None = None
+        no_price = ""
         failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
         if wishes.depth not in {None, 1} and failed:
             return self._no_stages(wishes, failed[0].why_not)
@@ -289,7 +295,8 @@ class Planner:
             except InfeasibleError as error:
                 refused = refused or error
                 continue
-            except CostModelError:
+            except CostModelError as error:
+                no_price = no_price or str(error)
                 continue
             found = smallest_peak(pricing.table, Limits(self._solving.budget, 20.0, 0.01, self.options.seed))
             if not found.options:
@@ -301,7 +308,8 @@ class Planner:
         if least is None and refused is not None:
             return refused
         if least is None:
-            return infeasible.wishes(failed[0].why_not if failed else "no candidate mesh admits a plan")
+            why = no_price or (failed[0].why_not if failed else "no candidate mesh admits a plan")
+            return infeasible.wishes(why)
         return infeasible.memory(least, self._solving.budget, self.cluster, self.options)
 
     def _no_stages(self, wishes: Wishes, why: str) -> InfeasibleError:

@@ -228,7 +228,7 @@ class _Follower:
 
 @once_per_graph
 def _relaid(graph: Graph) -> frozenset[str]:
-    """Return the operators whose values have rows of the batch that a view made of something else, or of such values."""
+    """Return the operators whose values have rows of the batch that a view made of something else, or of such."""
     batch = graph.batch_size
     found: set[str] = set()
     for op in graph.ops:
