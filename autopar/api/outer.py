@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, log, prod
+from math import ceil, inf, log, prod
 
 from autopar.api.lightening import lighter
 from autopar.api.pipelining import Wanted
@@ -22,6 +22,7 @@ from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
 from autopar.api.wishes import Wishes
 from autopar.costs.rough import Shape
 from autopar.errors import InfeasibleError
+from autopar.figures import format_bytes
 from autopar.progress import Progress
 from autopar.search.ilp import Ilp, Limits, Solution
 from autopar.search.meshes import MeshAxis
@@ -133,10 +134,9 @@ class Outer:
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=uneven))
             elif self._is_beaten(trial):
                 self._give_up([trial])
-            elif self._may_fit(trial):
+            elif (why := self._too_large(trial)) is None:
                 left.append(trial)
             else:
-                why = f"does not fit in memory however it is split, recompute {trial.recompute}"
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
         likely = self._likely = dict(zip(left, self._estimates(left), strict=True))
         queue = _varied(sorted(left, key=likely.__getitem__))
@@ -171,9 +171,16 @@ class Outer:
                 return found
         return None
 
-    def _may_fit(self, trial: Trial) -> bool:
+    def _too_large(self, trial: Trial) -> str | None:
+        """Return why a trial cannot fit, by what its average rank holds; `None` if it may."""
         rough, budget = self.solving.rough(trial.recompute, self.wishes), self.solving.mean_budget(trial.depth)
-        return rough.fits(_shape(trial), budget)
+        held = rough.mean_bytes(_shape(trial))
+        if held <= budget:
+            return None
+        return (
+            f"does not fit in memory however it is split: an average rank holds at least {format_bytes(ceil(held))} "
+            f"and may hold {format_bytes(budget)}, recompute {trial.recompute}"
+        )
 
     def _relax(self, trials: Sequence[Trial], phase: str) -> list[Waiting]:
         self.progress.phase(phase)

@@ -284,11 +284,12 @@ class Planner:
     def _infeasible(self, wishes: Wishes, solved: Sequence[Solved]) -> InfeasibleError:
         """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
         least: Outcome | None = None
+        ranks: Candidate = ()
         refused: InfeasibleError | None = None
         no_price = ""
         failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
         if wishes.depth not in {None, 1} and failed:
-            return self._no_stages(wishes, failed[0].why_not)
+            return self._no_stages(wishes, max(failed, key=_thrift).why_not)
         for one in _thriftiest(failed):
             try:
                 links, pricing = self._solving.price(one.trial, wishes)
@@ -304,13 +305,13 @@ class Planner:
             graph = self._solving.graph(one.trial.recompute, wishes)
             outcome = Outcome(graph, pricing, links, found.options, self.options.optimizer)
             if least is None or outcome.memory().total < least.memory().total:
-                least = outcome
+                least, ranks = outcome, one.trial.ranks
         if least is None and refused is not None:
             return refused
         if least is None:
             why = no_price or (failed[0].why_not if failed else "no candidate mesh admits a plan")
             return infeasible.wishes(why)
-        return infeasible.memory(least, self._solving.budget, self.cluster, self.options)
+        return infeasible.memory(least, ranks, self._solving.budget, self.cluster, self.options)
 
     def _no_stages(self, wishes: Wishes, why: str) -> InfeasibleError:
         """Return the error about stages that are asked for, of which `why` tells what one mesh inside them lacks."""

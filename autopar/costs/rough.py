@@ -147,9 +147,9 @@ class Rough:
         passing = self._passing_bytes / (shape.microbatches * shape.replicas * shape.width)
         return max(first, self._held(shape, 1, sharding) + passing)
 
-    def fits(self, shape: Shape, budget_bytes: float) -> bool:
-        """Return whether some layouts and cut may fit: false is proven, by what the average rank holds."""
-        return self._held(shape, 1, EARLY) <= budget_bytes
+    def mean_bytes(self, shape: Shape) -> float:
+        """Return what the average rank of a pipeline holds at least, whatever the layouts and the cut."""
+        return self._held(shape, 1, EARLY)
 
     def _held(self, shape: Shape, in_flight: int, sharding: Sharding) -> float:
         own = shape.depth * shape.width
