@@ -12,7 +12,7 @@ from autopar.api import infeasible
 from autopar.api.admitted import require_admitted
 from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.microbatching import nothing_divides
-from autopar.api.naming import name_axes, wished
+from autopar.api.naming import name_axes, repeating, wished
 from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped
 from autopar.api.solving import Solved, Solving
@@ -331,7 +331,8 @@ class Planner:
         if options.keep_outputs and not found.fits:
             raise infeasible.outputs(outcome, found.estimates)
         batch = graph.batch_size
-        replicas, idle = _splits_of_batch(batch // outcome.microbatches, mesh)
+        repeats = repeating(outcome, mesh)
+        replicas, idle = _splits_of_batch(batch // outcome.microbatches, mesh, repeats)
         solver = _solver(best, solved, seconds, options, found.floor_s, self._solving.proves)
         return Plan(
             fingerprint=Fingerprint(
@@ -352,11 +353,11 @@ class Planner:
             solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
             alternatives=_alternatives(best, solved, options.top_k),
-            warnings=(*self._warnings(idle), *found.warnings),
+            warnings=(*self._warnings(idle, repeats), *found.warnings),
             autopar_version=__version__,
         )
 
-    def _warnings(self, idle: Sequence[Axis]) -> list[Warned]:
+    def _warnings(self, idle: Sequence[Axis], repeats: Sequence[Axis]) -> list[Warned]:
         found = [
             Warned(
                 code="no-rule",
@@ -372,6 +373,13 @@ class Planner:
                 "another's work; a batch that is a multiple of it gives each a part"
             )
             found.append(Warned(code="indivisible-batch", text=text))
+        elif repeats:
+            sizes = " x ".join(f"{axis.name}={axis.size}" for axis in repeats)
+            text = (
+                f"the ranks of {sizes} repeat one another's work: over the links between them, splitting it takes "
+                "longer than it saves; a cluster of one of them is as fast"
+            )
+            found.append(Warned(code="repeated-work", text=text))
         return found
 
 
@@ -381,14 +389,17 @@ def _role_of(axis: Axis) -> Role:
     return next((role for role in roles if axis.name.startswith(role)), "dp_shard")
 
 
-def _splits_of_batch(samples: int, mesh: Mesh) -> tuple[int, list[Axis]]:
-    """Return in how many parts the data-parallel axes split so many samples, and those that cannot."""
+def _splits_of_batch(samples: int, mesh: Mesh, repeats: Sequence[Axis]) -> tuple[int, list[Axis]]:
+    """Return in how many parts the data-parallel axes split so many samples, and those that cannot.
+
+    Axes that repeat the work of one rank split nothing.
+    """
     parts, idle = 1, []
     for axis in mesh.axes:
         if axis.name.startswith(DATA) and axis.size > 1:
             if samples % (parts * axis.size):
                 idle.append(axis)
-            else:
+            elif axis not in repeats:
                 parts *= axis.size
     return parts, idle
 
