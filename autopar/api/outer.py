@@ -193,7 +193,11 @@ class Outer:
             else:
                 self.solved.append(found)
             self.progress.update(done=number + 1, total=len(trials))
-        return sorted(waiting, key=lambda each: each.bound_s / self._slack(each.trial))
+        return sorted(waiting, key=self._promised_s)
+
+    def _promised_s(self, one: Waiting) -> float:
+        """Return the larger of a trial's bound, which knows no bubble, and its estimate, which knows no layouts."""
+        return max(one.bound_s / self._slack(one.trial), self._likely.get(one.trial, 0.0))
 
     def _solve(self, waiting: list[Waiting], most: int) -> int:
         """Solve in the order of bounds, until the next one's is no better than the best plan; return how many."""
