@@ -57,7 +57,7 @@ _SAMPLED = 2
 """Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
 
 _ESTIMATING = 0.4
-"""Share of the time limit after which estimates of further widths are taken from those of the others."""
+"""Share of the time left after which estimates of further widths are taken from those of the others."""
 
 
 @dataclass
@@ -82,6 +82,9 @@ class Outer:
 
     _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
+
+    _kept_s: float = field(init=False, default=0.0)
+    """What estimates leave of the time limit."""
 
     _likely: dict[Trial, float] = field(init=False, default_factory=dict)
     """Estimated seconds of trials that are not the whole program."""
@@ -392,6 +395,7 @@ class Outer:
 
     def _estimates(self, trials: Sequence[Trial]) -> list[float]:
         self.progress.phase(f"estimate {len(trials)} trials")
+        self._kept_s = (1.0 - _ESTIMATING) * max(self.left_s, 0.0)
         wanted: dict[int, set[int]] = {}
         for trial in trials:
             wanted.setdefault(_shape(trial).width, set()).add(self._size(trial))
@@ -434,19 +438,18 @@ class Outer:
         """Return the seconds of a micro-batch through all stages on tensor-parallel ranks alone; memory is no limit."""
         key = (recompute, width, size)
         if key not in self._work_s:
-            if self.left_s < (1.0 - _ESTIMATING) * self.solving.options.time_limit:
-                return self._scaled_s(*key)
+            known = [each for each, found in self._work_s.items() if found < inf]
+            if known and self.left_s < self._kept_s:
+                return self._scaled_s(key, known)
             count = self.solving.program.batch_size // size
             in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
             tensor = (MeshAxis("tp", width),) if width > 1 else ()
             self._work_s[key] = self._relaxed_s(Trial((*in_time, *tensor), 1, recompute)) / count
         return self._work_s[key]
 
-    def _scaled_s(self, recompute: Recompute, width: int, size: int) -> float:
-        """Return the same by proportion: from the nearest width and size that were computed, infinite without any."""
-        known = [key for key, found in self._work_s.items() if found < inf]
-        if not known:
-            return inf
+    def _scaled_s(self, wanted: tuple[Recompute, int, int], known: Sequence[tuple[Recompute, int, int]]) -> float:
+        """Return the same by proportion, from the nearest width and size that were computed."""
+        recompute, width, size = wanted
         near = min(known, key=lambda key: (key[0] != recompute, abs(log(key[1] / width)), abs(log(key[2] / size))))
         works = [self.solving.rough(way, self.wishes).work for way in (recompute, near[0])]
         return self._work_s[near] * (works[0] / works[1]) * (near[1] / width) * (size / near[2])
