@@ -116,7 +116,7 @@ class AsRun(Solving):
         solved = self._outcome(waiting, wishes, solution)
         if solved.outcome is None:
             raise InfeasibleError(solved.why_not)
-        found = solved.outcome.estimates(_UNLIMITED, self.peak_dtype)
+        found = solved.outcome.estimates(_UNLIMITED, self.peak_dtype, self.model_flops)
         return found if solved.pipeline is None else solved.pipeline.estimates(found)
 
     def _outcome(self, one: Waiting, wishes: Wishes, solution: Solution) -> Solved:

@@ -50,7 +50,7 @@ def described(solving: Solving, best: Solved, mesh: Mesh, degrees: Mapping[str, 
     if outcome is None:
         raise RuntimeError("a trial without an outcome cannot be described")
     dtype = PEAK_DTYPE[options.precision]
-    estimates = outcome.estimates(solving.budget, dtype)
+    estimates = outcome.estimates(solving.budget, dtype, solving.model_flops)
     found = overlapped(outcome, mesh, degrees, estimates, on=options.overlap, staged=best.pipeline is not None)
     decisions, estimates = found.decisions, found.estimates
     if best.pipeline is not None:

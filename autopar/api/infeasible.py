@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, prod
+from math import ceil, gcd, prod
 
 from autopar.api.pipelining import Wanted
 from autopar.costs.held import output_bytes
@@ -14,10 +14,12 @@ from autopar.figures import format_bytes
 from autopar.ir.plan import Estimates
 from autopar.ir.roles import is_view
 from autopar.options import PlanOptions
-from autopar.search.meshes import DATA
+from autopar.search.meshes import DATA, MeshAxis
 from cost_models.cluster import ClusterSpec
 
 _LARGEST = 3
+_MOST = 0.5
+"""Share of the parameters that makes it worth saying that an axis cannot split them."""
 
 
 def degrees(fixed: Mapping[str, int], forbidden: Sequence[str], devices: int) -> InfeasibleError:
@@ -90,8 +92,13 @@ def wishes(reason: str) -> InfeasibleError:
     return InfeasibleError(f"no plan satisfies the constraints: {reason}")
 
 
-def memory(least: Outcome, budget_bytes: int, cluster: ClusterSpec, options: PlanOptions) -> InfeasibleError:
-    """Return the error about a program whose smallest plan does not fit: by how much, why, and what would do."""
+def memory(
+    least: Outcome, ranks: Sequence[MeshAxis], budget_bytes: int, cluster: ClusterSpec, options: PlanOptions
+) -> InfeasibleError:
+    """Return the error about a program whose smallest plan does not fit: by how much, why, and what would do.
+
+    `ranks` are the axes of that plan's mesh.
+    """
     held = least.memory()
     lines = [
         (
@@ -107,6 +114,7 @@ def memory(least: Outcome, budget_bytes: int, cluster: ClusterSpec, options: Pla
         "activations": held.activations, "temporaries": held.temporary, "reserved": held.reserved,
     }  # fmt: skip
     lines.append("It holds " + ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size) + ".")
+    lines += _undivided(least, ranks)
     lines.append("What would make it fit: " + "; ".join(_ways_out(least, budget_bytes, cluster, options)) + ".")
     return InfeasibleError("\n".join(lines))
 
@@ -121,6 +129,28 @@ def outputs(outcome: Outcome, estimates: Estimates) -> InfeasibleError:
         f"{format_bytes(estimates.memory_budget_bytes)}; leave --keep-outputs out, give --memory-margin a smaller "
         "share, or --fix recompute=full to make room"
     )
+
+
+def _undivided(least: Outcome, ranks: Sequence[MeshAxis]) -> list[str]:
+    """Return what is to be said of axes along which most parameters cannot be split, for no dimension divides."""
+    metas = [(op.target, op.outputs[0]) for op in least.graph.ops if op.kind == "parameter"]
+    sized = [(name, meta) for name, meta in metas if meta is not None]
+    total = sum(meta.nbytes for _, meta in sized)
+    found = []
+    for axis in ranks:
+        whole = [(name, meta) for name, meta in sized if all(size % axis.size for size in meta.shape)]
+        held = sum(meta.nbytes for _, meta in whole)
+        if axis.size == 1 or held <= total * _MOST:
+            continue
+        name, meta = max(whole, key=lambda each: each[1].nbytes)
+        divides = max(gcd(axis.size, size) for size in meta.shape)
+        sizes = " x ".join(map(str, meta.shape))
+        found.append(
+            f"{axis.size} ranks of {axis.role} divide no dimension of {format_bytes(held)} of the parameters' "
+            f"{format_bytes(total)} ({name}: {sizes}), which all of them hold whole; {divides} of them would, and the "
+            f"other factor {axis.size // divides} could be pipeline stages (--fix pp={axis.size // divides})."
+        )
+    return found
 
 
 def _largest(least: Outcome) -> list[tuple[int, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from autopar.costs.operators import flops
 from autopar.costs.outcome import Outcome
 from autopar.ir.mesh import AXIS_NAMES, Axis, Mesh
-from autopar.ir.placement import Shard
+from autopar.ir.placement import Replicate, Shard
 from autopar.ir.roles import parameter_like
 from autopar.search.meshes import Candidate
 
@@ -39,6 +39,22 @@ def wished(candidate: Candidate) -> Mapping[str, int]:
     """Return the degrees of a candidate that was not solved to the end."""
     ranks = [axis for axis in candidate if axis.role != "microbatch"]
     return degrees([axis.role if axis.role != "free" else "tp" for axis in ranks], [axis.size for axis in ranks])
+
+
+def repeating(outcome: Outcome, mesh: Mesh) -> list[Axis]:
+    """Return the axes of a named mesh whose ranks do most of the products on equal values: nothing is split there."""
+    graph, time = outcome.graph, outcome.links.time_axes
+    alike = [0.0] * len(mesh.axes)
+    total = 0.0
+    for op in graph.ops:
+        work = flops(op, [graph.meta(ref) for ref in op.refs])
+        if not work:
+            continue
+        total += work
+        for at, strategy in enumerate(outcome.strategy(graph.representative(op.name)).axes[time:]):
+            if all(each in {None, Replicate()} for each in (*strategy.inputs, *strategy.outputs)):
+                alike[at] += work
+    return [axis for axis, work in zip(mesh.axes, alike, strict=True) if axis.size > 1 and work > total / 2]
 
 
 def _numbered(names: Sequence[str], place: int) -> str:

@@ -10,18 +10,18 @@ fast the machine is.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, prod
+from math import ceil, inf, log
 
+from autopar.api.kinds import kind_of, shape_of, varied
 from autopar.api.lightening import lighter
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Best, Proofs
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
 from autopar.api.wishes import Wishes
-from autopar.costs.rough import Shape
 from autopar.errors import InfeasibleError
+from autopar.figures import format_bytes
 from autopar.progress import Progress
 from autopar.search.ilp import Ilp, Limits, Solution
 from autopar.search.meshes import MeshAxis
@@ -37,9 +37,6 @@ _UNLIKELY = 1.25
 _SLOWER = 1.1
 """The same, of estimates corrected by how far those of trials of the same kind were off."""
 
-_ALIKE = 3
-"""Trials of a kind that are relaxed before those of others."""
-
 _REFINED = 2
 """Pipelines whose other schedules are tried."""
 
@@ -54,6 +51,9 @@ _BOUNDED = 400
 
 _SAMPLED = 2
 """Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
+
+_ESTIMATING = 0.4
+"""Share of the time left after which estimates of further widths are taken from those of the others."""
 
 
 @dataclass
@@ -78,6 +78,12 @@ class Outer:
 
     _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
+
+    _kept_s: float = field(init=False, default=0.0)
+    """What estimates leave of the time limit."""
+
+    _likely: dict[Trial, float] = field(init=False, default_factory=dict)
+    """Estimated seconds of trials that are not the whole program."""
 
     _no_price: dict[int, str] = field(init=False, default_factory=dict)
     """Why nothing has a price on as many ranks along which tensors are split."""
@@ -127,14 +133,12 @@ class Outer:
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=uneven))
             elif self._is_beaten(trial):
                 self._give_up([trial])
-            elif self._may_fit(trial):
+            elif (why := self._too_large(trial)) is None:
                 left.append(trial)
             else:
-                why = f"does not fit in memory however it is split, recompute {trial.recompute}"
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
-        estimates = self._estimates(left)
-        likely = dict(zip(left, estimates, strict=True))
-        queue = _varied(sorted(left, key=likely.__getitem__))
+        likely = self._likely = dict(zip(left, self._estimates(left), strict=True))
+        queue = varied(sorted(left, key=likely.__getitem__))
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_s > 0:
             chunk: list[Trial] = []
@@ -152,9 +156,30 @@ class Outer:
         self._give_up(queue)
         self._refine()
 
-    def _may_fit(self, trial: Trial) -> bool:
+    def first_that_fits(self) -> Solved | None:
+        """Return a plan of one of the likeliest trials that time was too short for, however long that takes."""
+        stopped = [one.trial for one in self.solved if one.solution.status == "time_limit"]
+        likely = sorted(stopped, key=lambda each: self._likely.get(each, inf))
+        for trial in varied(likely)[:_SOLVED]:
+            self.progress.phase("time is over without a plan: the likeliest that fits")
+            found = self.solving.bound(trial, self.wishes, inf)
+            if isinstance(found, Waiting):
+                found = self.solving.solve(found, self.wishes, self._ways(trial), inf, inf)
+            self.solved = [*(one for one in self.solved if one.trial != trial), found]
+            if found.outcome is not None:
+                return found
+        return None
+
+    def _too_large(self, trial: Trial) -> str | None:
+        """Return why a trial cannot fit, by what its average rank holds; `None` if it may."""
         rough, budget = self.solving.rough(trial.recompute, self.wishes), self.solving.mean_budget(trial.depth)
-        return rough.fits(_shape(trial), budget)
+        held = rough.mean_bytes(shape_of(trial))
+        if held <= budget:
+            return None
+        return (
+            f"does not fit in memory however it is split: an average rank holds at least {format_bytes(ceil(held))} "
+            f"and may hold {format_bytes(budget)}, recompute {trial.recompute}"
+        )
 
     def _relax(self, trials: Sequence[Trial], phase: str) -> list[Waiting]:
         self.progress.phase(phase)
@@ -167,7 +192,11 @@ class Outer:
             else:
                 self.solved.append(found)
             self.progress.update(done=number + 1, total=len(trials))
-        return sorted(waiting, key=lambda each: each.bound_s / self._slack(each.trial))
+        return sorted(waiting, key=self._promised_s)
+
+    def _promised_s(self, one: Waiting) -> float:
+        """Return the larger of a trial's bound, which knows no bubble, and its estimate, which knows no layouts."""
+        return max(one.bound_s / self._slack(one.trial), self._likely.get(one.trial, 0.0))
 
     def _solve(self, waiting: list[Waiting], most: int) -> int:
         """Solve in the order of bounds, until the next one's is no better than the best plan; return how many."""
@@ -207,7 +236,7 @@ class Outer:
         off = [
             one.step_s / self._slack(one.trial) / likely[one.trial]
             for one in self.solved
-            if one.trial in likely and one.outcome is not None and _kind(one.trial) == _kind(trial)
+            if one.trial in likely and one.outcome is not None and kind_of(one.trial) == kind_of(trial)
         ]
         if likely[trial] > _UNLIKELY * self.best_s:
             return True
@@ -308,7 +337,7 @@ class Outer:
 
     def _once_s(self, trial: Trial) -> float:
         """Return what a micro-batch takes at least on tensor-parallel ranks alone, nothing recomputed."""
-        shape = _shape(trial)
+        shape = shape_of(trial)
         largest = self._sizes.get(shape.width, [0])[-1]
         return self._work_s.get(("none", shape.width, largest), 0.0) / max(largest, 1) * self._size(trial)
 
@@ -346,14 +375,14 @@ class Outer:
             sure = "at least" if self.solving.proves(trial) else "about"
             why = f"{sure} {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
             if bound == inf:
-                why = self._no_price.get(_shape(trial).width, WHY_NOT["infeasible"])
+                why = self._no_price.get(shape_of(trial).width, WHY_NOT["infeasible"])
             late = bound < inf and self.best is None and self.left_s <= 0
             solution = Solution("time_limit" if late else "cutoff", (), inf, bound)
             self.solved.append(Solved(trial, solution, why_not=WHY_NOT["time_limit"] if late else why))
 
     def _work_bound_s(self, trial: Trial) -> float:
         """Return a bound from micro-batches on tensor-parallel ranks alone: samples cost least in the largest ones."""
-        shape = _shape(trial)
+        shape = shape_of(trial)
         largest = self._sizes.get(shape.width, [0])[-1]
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
         known = max(self._work_s.get((way, shape.width, largest), 0.0) for way in ways)
@@ -362,9 +391,10 @@ class Outer:
 
     def _estimates(self, trials: Sequence[Trial]) -> list[float]:
         self.progress.phase(f"estimate {len(trials)} trials")
+        self._kept_s = (1.0 - _ESTIMATING) * max(self.left_s, 0.0)
         wanted: dict[int, set[int]] = {}
         for trial in trials:
-            wanted.setdefault(_shape(trial).width, set()).add(self._size(trial))
+            wanted.setdefault(shape_of(trial).width, set()).add(self._size(trial))
         self._sizes = {width: _spread(sorted(sizes), _SAMPLED) for width, sizes in wanted.items()}
         return [self._estimate_s(trial) for trial in trials]
 
@@ -372,7 +402,7 @@ class Outer:
         return max(1, self.solving.program.batch_size // (trial.microbatches * trial.replicas))
 
     def _estimate_s(self, trial: Trial) -> float:
-        shape, size = _shape(trial), self._size(trial)
+        shape, size = shape_of(trial), self._size(trial)
         budget = self.solving.mean_budget(trial.depth)
         known = self._sizes[shape.width]
         below = max(each for each in known if each <= size)
@@ -404,45 +434,31 @@ class Outer:
         """Return the seconds of a micro-batch through all stages on tensor-parallel ranks alone; memory is no limit."""
         key = (recompute, width, size)
         if key not in self._work_s:
+            known = [each for each, found in self._work_s.items() if found < inf]
+            if known and self.left_s < self._kept_s:
+                return self._scaled_s(key, known)
             count = self.solving.program.batch_size // size
             in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
             tensor = (MeshAxis("tp", width),) if width > 1 else ()
             self._work_s[key] = self._relaxed_s(Trial((*in_time, *tensor), 1, recompute)) / count
         return self._work_s[key]
 
+    def _scaled_s(self, wanted: tuple[Recompute, int, int], known: Sequence[tuple[Recompute, int, int]]) -> float:
+        """Return the same by proportion, from the nearest width and size that were computed."""
+        recompute, width, size = wanted
+        near = min(known, key=lambda key: (key[0] != recompute, abs(log(key[1] / width)), abs(log(key[2] / size))))
+        works = [self.solving.rough(way, self.wishes).work for way in (recompute, near[0])]
+        return self._work_s[near] * (works[0] / works[1]) * (near[1] / width) * (size / near[2])
+
     def _relaxed_s(self, trial: Trial) -> float:
         """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another."""
         try:
             _, pricing = self.solving.price(trial, self.wishes)
         except (CostModelError, InfeasibleError) as error:
-            self._no_price.setdefault(_shape(trial).width, str(error))
+            self._no_price.setdefault(shape_of(trial).width, str(error))
             return inf
         limits = Limits(inf, max(self.left_s, 0.1), seed=self.solving.options.seed)
         return Ilp(pricing.table).relaxed(limits).free_s
-
-
-def _shape(trial: Trial) -> Shape:
-    width = prod(axis.size for axis in trial.ranks) // trial.replicas
-    shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "ep"})
-    return Shape(trial.depth, trial.microbatches, trial.replicas, shards, width)
-
-
-def _varied(trials: Sequence[Trial]) -> list[Trial]:
-    """Return sorted trials such that the best few of every kind come before the others of any.
-
-    Trials of a kind - as many tensor-parallel ranks, as much recomputed - are estimated wrong in the same way, and
-    differ by little.
-    """
-    seen: Counter[tuple[int, Recompute]] = Counter()
-    turns: list[int] = []
-    for trial in trials:
-        turns.append(seen[_kind(trial)] // _ALIKE)
-        seen[_kind(trial)] += 1
-    return [trials[place] for place in sorted(range(len(trials)), key=lambda each: (turns[each], each))]
-
-
-def _kind(trial: Trial) -> tuple[int, Recompute]:
-    return _shape(trial).width, trial.recompute
 
 
 def _kin(trial: Trial) -> tuple[object, ...]:

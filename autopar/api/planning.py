@@ -12,7 +12,7 @@ from autopar.api import infeasible
 from autopar.api.admitted import require_admitted
 from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.microbatching import nothing_divides
-from autopar.api.naming import name_axes, wished
+from autopar.api.naming import name_axes, repeating, wished
 from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped
 from autopar.api.solving import Solved, Solving
@@ -119,7 +119,7 @@ class Planner:
             solved = self._solve_one(Trial(candidate), wishes)
             if solved.outcome is not None:
                 budget, dtype = self._solving.budget, PEAK_DTYPE[self.options.precision]
-                estimates = solved.outcome.estimates(budget, dtype)
+                estimates = solved.outcome.estimates(budget, dtype, self._solving.model_flops)
                 found = overlapped(solved.outcome, known.mesh, known.degrees, estimates, on=self.options.overlap)
                 return replace(found.decisions, streams=known.streams)
         raise self._infeasible(wishes, [solved])
@@ -223,10 +223,12 @@ class Planner:
             raise too_many_stages(depth * interleave, found, interleave)
 
     def _without_time(self, outer: Outer, trials: Sequence[Trial], wishes: Wishes) -> Solved | None:
-        """Return data parallelism, a small search, if the whole one ran out of time; `None` if it did not.
+        """Return data parallelism, a small search, if the whole one ran out of time, or else the likeliest that fits.
+
+        `None` if time was not what ended the search.
 
         Raises:
-            InfeasibleError: it did, and data parallelism does not fit.
+            InfeasibleError: it was, and none of these fits.
         """
         stopped = sum(one.solution.status == "time_limit" for one in outer.solved)
         if not stopped:
@@ -236,6 +238,9 @@ class Planner:
             outer.solved.append(plain)
             if plain.outcome is not None:
                 return plain
+        found = outer.first_that_fits()
+        if found is not None:
+            return found
         raise infeasible.no_time(self.options.time_limit, stopped, len(outer.solved))
 
     def _plainer(self, best: Solved, outer: Outer, wishes: Wishes) -> Solved:
@@ -279,17 +284,20 @@ class Planner:
     def _infeasible(self, wishes: Wishes, solved: Sequence[Solved]) -> InfeasibleError:
         """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
         least: Outcome | None = None
+        ranks: Candidate = ()
         refused: InfeasibleError | None = None
+        no_price = ""
         failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
         if wishes.depth not in {None, 1} and failed:
-            return self._no_stages(wishes, failed[0].why_not)
+            return self._no_stages(wishes, max(failed, key=_thrift).why_not)
         for one in _thriftiest(failed):
             try:
                 links, pricing = self._solving.price(one.trial, wishes)
             except InfeasibleError as error:
                 refused = refused or error
                 continue
-            except CostModelError:
+            except CostModelError as error:
+                no_price = no_price or str(error)
                 continue
             found = smallest_peak(pricing.table, Limits(self._solving.budget, 20.0, 0.01, self.options.seed))
             if not found.options:
@@ -297,12 +305,13 @@ class Planner:
             graph = self._solving.graph(one.trial.recompute, wishes)
             outcome = Outcome(graph, pricing, links, found.options, self.options.optimizer)
             if least is None or outcome.memory().total < least.memory().total:
-                least = outcome
+                least, ranks = outcome, one.trial.ranks
         if least is None and refused is not None:
             return refused
         if least is None:
-            return infeasible.wishes(failed[0].why_not if failed else "no candidate mesh admits a plan")
-        return infeasible.memory(least, self._solving.budget, self.cluster, self.options)
+            why = no_price or (failed[0].why_not if failed else "no candidate mesh admits a plan")
+            return infeasible.wishes(why)
+        return infeasible.memory(least, ranks, self._solving.budget, self.cluster, self.options)
 
     def _no_stages(self, wishes: Wishes, why: str) -> InfeasibleError:
         """Return the error about stages that are asked for, of which `why` tells what one mesh inside them lacks."""
@@ -322,7 +331,8 @@ class Planner:
         if options.keep_outputs and not found.fits:
             raise infeasible.outputs(outcome, found.estimates)
         batch = graph.batch_size
-        replicas, idle = _splits_of_batch(batch // outcome.microbatches, mesh)
+        repeats = repeating(outcome, mesh)
+        replicas, idle = _splits_of_batch(batch // outcome.microbatches, mesh, repeats)
         solver = _solver(best, solved, seconds, options, found.floor_s, self._solving.proves)
         return Plan(
             fingerprint=Fingerprint(
@@ -343,11 +353,11 @@ class Planner:
             solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
             alternatives=_alternatives(best, solved, options.top_k),
-            warnings=(*self._warnings(idle), *found.warnings),
+            warnings=(*self._warnings(idle, repeats), *found.warnings),
             autopar_version=__version__,
         )
 
-    def _warnings(self, idle: Sequence[Axis]) -> list[Warned]:
+    def _warnings(self, idle: Sequence[Axis], repeats: Sequence[Axis]) -> list[Warned]:
         found = [
             Warned(
                 code="no-rule",
@@ -363,6 +373,13 @@ class Planner:
                 "another's work; a batch that is a multiple of it gives each a part"
             )
             found.append(Warned(code="indivisible-batch", text=text))
+        elif repeats:
+            sizes = " x ".join(f"{axis.name}={axis.size}" for axis in repeats)
+            text = (
+                f"the ranks of {sizes} repeat one another's work: over the links between them, splitting it takes "
+                "longer than it saves; a cluster of one of them is as fast"
+            )
+            found.append(Warned(code="repeated-work", text=text))
         return found
 
 
@@ -372,14 +389,17 @@ def _role_of(axis: Axis) -> Role:
     return next((role for role in roles if axis.name.startswith(role)), "dp_shard")
 
 
-def _splits_of_batch(samples: int, mesh: Mesh) -> tuple[int, list[Axis]]:
-    """Return in how many parts the data-parallel axes split so many samples, and those that cannot."""
+def _splits_of_batch(samples: int, mesh: Mesh, repeats: Sequence[Axis]) -> tuple[int, list[Axis]]:
+    """Return in how many parts the data-parallel axes split so many samples, and those that cannot.
+
+    Axes that repeat the work of one rank split nothing.
+    """
     parts, idle = 1, []
     for axis in mesh.axes:
         if axis.name.startswith(DATA) and axis.size > 1:
             if samples % (parts * axis.size):
                 idle.append(axis)
-            else:
+            elif axis not in repeats:
                 parts *= axis.size
     return parts, idle
 

@@ -14,6 +14,7 @@ from autopar.api.places import Places
 from autopar.api.wishes import Wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
+from autopar.costs.operators import model_flops
 from autopar.costs.outcome import Outcome
 from autopar.costs.rough import Rough
 from autopar.costs.stage_memory import Split, even_split
@@ -93,6 +94,11 @@ class Solving:
             graph = recomputed_graph(self.program, ways) if ways else self.program
             self._graphs[key] = unfold_if_split(graph, wishes)
         return self._graphs[key]
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Return the floating-point operations of a step, on all devices together, with nothing recomputed."""
+        return model_flops(self.program)
 
     @cached_property
     def equal(self) -> ClusterSpec:

@@ -158,6 +158,14 @@ def flops(op: Op, metas: Sequence[TensorMeta]) -> float:
     return float(sum(2 * math.prod(product) for product in _products(op, ins, outs)))
 
 
+def model_flops(graph: Graph) -> float:
+    """Return the floating-point operations of all matrix products and attention of a program, on all its devices.
+
+    Of the program as it was captured these are the model's; with layers recomputed they are the hardware's.
+    """
+    return sum(flops(op, [graph.meta(ref) for ref in op.refs]) for op in graph.ops)
+
+
 def least_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> float:
     """Return what the products of a program take at least on all devices together: nothing computes above its peak.
 

@@ -332,19 +332,21 @@ class Outcome:
         reps = Counter(self.graph.representative(op.name) for op in self.graph.ops if op.phase == phase)
         return sum(count * self.seconds(rep) for rep, count in reps.items())
 
-    def estimates(self, budget_bytes: int, dtype: str) -> Estimates:
-        """Return what is predicted of a step; `dtype` names the peak that MFU refers to."""
+    def estimates(self, budget_bytes: int, dtype: str, model_flops: float) -> Estimates:
+        """Return what is predicted of a step.
+
+        MFU is `model_flops`, those of the program with nothing recomputed, over the peak of the type named `dtype`.
+        """
         table = self.pricing.table
         time = timing(table, self.options)
         step_s = self.step_s
         compute = self._compute_s()
         memory = self.memory()
         world = prod(self.links.sizes[self.links.time_axes :])
-        whole = sum(operators.flops(op, [self.graph.meta(ref) for ref in op.refs]) for op in self.graph.ops)
         peak = self.links.cluster.device.flops_for(dtype)
         return Estimates(
             step_time_s=step_s,
-            mfu=whole / (step_s * world * peak) if step_s else 0.0,
+            mfu=model_flops / (step_s * world * peak) if step_s else 0.0,
             peak_memory_bytes=memory.total,
             memory=memory,
             memory_budget_bytes=budget_bytes,

@@ -147,9 +147,9 @@ class Rough:
         passing = self._passing_bytes / (shape.microbatches * shape.replicas * shape.width)
         return max(first, self._held(shape, 1, sharding) + passing)
 
-    def fits(self, shape: Shape, budget_bytes: float) -> bool:
-        """Return whether some layouts and cut may fit: false is proven, by what the average rank holds."""
-        return self._held(shape, 1, EARLY) <= budget_bytes
+    def mean_bytes(self, shape: Shape) -> float:
+        """Return what the average rank of a pipeline holds at least, whatever the layouts and the cut."""
+        return self._held(shape, 1, EARLY)
 
     def _held(self, shape: Shape, in_flight: int, sharding: Sharding) -> float:
         own = shape.depth * shape.width
@@ -183,14 +183,15 @@ class Rough:
         links = Links(self.cluster, (shape.depth, shape.replicas, shape.width))
         own = shape.depth * shape.width
         sharding = next(each for each in _SHARDINGS if self.least_bytes(shape, each) <= budget_bytes)
-        reduce_s = links.message_s(Message("all_reduce", 1, round(self._gradient_bytes / own)))
+        reduction = "reduce_scatter" if sharding.state else "all_reduce"
+        reduce_s = links.message_s(Message(reduction, 1, round(self._gradient_bytes / own)))
         behind_s = 0.0
-        if sharding.parameters:
+        if sharding.state:
             once = links.message_s(Message("all_gather", 1, round(self._parameter_bytes / own)))
-            behind_s = 2.0 * shape.microbatches * once
-        if sharding.gradients:
-            once = links.message_s(Message("reduce_scatter", 1, round(self._gradient_bytes / own)))
-            behind_s, reduce_s = behind_s + shape.microbatches * once, 0.0
+            behind_s = 2.0 * shape.microbatches * once if sharding.parameters else once
+        # Sums over micro-batches are reduced when all are there; gradients of each, or of the only one, as they come.
+        if sharding.gradients or shape.microbatches == 1:
+            behind_s, reduce_s = behind_s + shape.microbatches * reduce_s, 0.0
         busy = shape.microbatches * microbatch_s * self.busiest_share(shape.depth)
         bubble = microbatch_s * (shape.depth - 1) / shape.depth
         # Ranks that share cores are faster while others wait; but all their work has to be done on these cores.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -15,6 +15,9 @@ DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard", "ep")
 
 _OF_SOME: tuple[Role, ...] = ("cp", "ep")
 """Roles beside data and tensor parallelism: what is left over never becomes `cp`, and `ep` only of experts."""
+
+_ORDER: tuple[Role, ...] = ("microbatch", "dp_replicate", "dp_shard", "cp", "ep", "free", "tp")
+"""Of axes on the levels of links, outermost first: who communicates most is innermost."""
 
 _FREE_LIMIT = 16
 """World sizes up to which an axis over all devices is free; beyond, it is data parallel, and freedom stays inside."""
@@ -68,7 +71,8 @@ def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Seque
         return [{"tp": rest}] if free_ok else []
     if free_ok and rest <= _FREE_LIMIT:
         found.append({"free": rest})
-    else:
+    # A free axis lies inside `cp` and `ep`, where data parallelism is not to be.
+    if not found or any(known.get(role, 1) > 1 for role in _OF_SOME):
         found.append({data: rest})
     if free_ok:
         found += [{data: rest // size, "free": size} for size in inner if 1 < size < rest]
@@ -87,8 +91,12 @@ def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Seque
 
 def _assemble(known: Mapping[str, int], extra: Mapping[Role, int]) -> Candidate | None:
     sizes: dict[str, int] = {**known, **{str(role): size for role, size in extra.items()}}
-    order: tuple[Role, ...] = ("dp_replicate", "dp_shard", "cp", "ep", "free", "tp")
-    return tuple(MeshAxis(role, sizes[role]) for role in order if sizes.get(role, 1) > 1)
+    return tuple(MeshAxis(role, sizes[role]) for role in _ORDER if sizes.get(role, 1) > 1)
+
+
+def in_order(mesh: Iterable[MeshAxis]) -> Candidate:
+    """Return axes in the order in which they lie on the levels of links."""
+    return tuple(sorted(mesh, key=lambda axis: _ORDER.index(axis.role)))
 
 
 def _divisors(number: int) -> list[int]:

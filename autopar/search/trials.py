@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from autopar.search.meshes import DATA, Candidate, MeshAxis, Role
+from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, in_order
 
 Uniform = Literal["none", "casts", "selective", "per_operator", "full", "whole"]
 """One way of recomputing all blocks."""
@@ -100,4 +100,4 @@ def settled(mesh: Candidate) -> list[Candidate]:
     if all(axis.role != "free" for axis in mesh):
         return [mesh]
     kinds: tuple[Role, ...] = ("tp", *(("dp_shard",) if all(axis.role != "dp_shard" for axis in mesh) else ()))
-    return [tuple(MeshAxis(kind, axis.size) if axis.role == "free" else axis for axis in mesh) for kind in kinds]
+    return [in_order(MeshAxis(kind, axis.size) if axis.role == "free" else axis for axis in mesh) for kind in kinds]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from autopar.ir.graph import Graph, Op, Ref
+from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 from autopar.ir.placement import Placement, Replicate, Shard
 from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
@@ -89,14 +89,9 @@ class _Follower:
 
     def cuts_what_was_relaid(self) -> bool:
         """Return whether rows are cut out of a whole value of which a view made them: nothing shows they are alike."""
-        batch = self._graph.batch_size
-        relaid: set[str] = set()
-        for op in self._graph.ops:
-            before = [self._graph.meta(ref).shape[:1] for ref in op.refs]
-            after = [meta.shape[:1] for meta in op.outputs if meta is not None]
-            made = op.target in _RELAID and (batch,) in after and any(dim not in {(), (1,), (batch,)} for dim in before)
-            if op.target not in _BLANK and (made or any(ref.op in relaid for ref in op.refs)):
-                relaid.add(op.name)
+        relaid = _relaid(self._graph)
+        if not relaid:
+            return False
         return any(
             ref.op in relaid and self._placed[ref] == Replicate() and isinstance(wanted, Shard)
             for op in self._graph.ops
@@ -229,3 +224,21 @@ class _Follower:
             if fits:
                 self._follow[rep] = min(fits, key=lambda s: mismatch(s, now, metas, op.outputs, self._count))
                 return
+
+
+@once_per_graph
+def _relaid(graph: Graph) -> frozenset[str]:
+    """Return the operators whose values have rows of the batch that a view made of something else, or of such."""
+    batch = graph.batch_size
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.target in _BLANK:
+            continue
+        if op.target in _RELAID and any(meta is not None and meta.shape[:1] == (batch,) for meta in op.outputs):
+            before = (graph.meta(ref).shape[:1] for ref in op.refs)
+            made = any(dim not in {(), (1,), (batch,)} for dim in before)
+        else:
+            made = False
+        if made or any(ref.op in found for ref in op.refs):
+            found.add(op.name)
+    return frozenset(found)

@@ -75,6 +75,16 @@ def test_the_free_plan_is_no_slower_than_any_choice_of_degrees(memory: str):
     assert free.solver.bound <= min(times.values()) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_mfu_counts_what_the_model_computes_and_nothing_that_runs_again(depth: int):
+    fix = {"pp": depth, "microbatch": 4}
+    kept, again = (planned(cluster(), fix={**fix, "recompute": way}) for way in ("none", "full"))
+
+    assert again.decisions.recompute == {"*": "full"}
+    work = [plan.estimates.mfu * plan.estimates.step_time_s for plan in (kept, again)]
+    assert work[1] == pytest.approx(work[0])
+
+
 def test_degrees_that_are_forbidden_or_fixed_hold():
     spec = cluster()
 

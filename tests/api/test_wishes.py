@@ -105,11 +105,56 @@ def test_a_type_that_the_devices_do_not_compute_in_is_the_reason(fix: dict[str, 
         plan("v100-16gb:2", precision="bf16", fix=fix)
 
 
-def test_time_that_ends_before_anything_is_tried_is_no_lack_of_memory() -> None:
-    with pytest.raises(InfeasibleError, match="no plan was found within the time limit of 1e-06 s"):
-        plan(fix={"pp": 2}, time_limit=1e-6)
+def test_ranks_that_divide_no_parameter_are_named_where_nothing_fits() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(8))), torch.empty(72, 32768)
 
-    assert plan(fix={"microbatch": 2}, time_limit=1e-6).solver.status == "time_limit"
+    with pytest.raises(InfeasibleError) as odd:
+        autopar.plan(model, "rtx-4090:6", example_inputs=(x,), fix={"dp_shard": 6})
+    with pytest.raises(InfeasibleError) as even:
+        autopar.plan(model, "rtx-4090:4", example_inputs=(x,), fix={"dp_shard": 4})
+
+    assert (
+        "6 ranks of dp_shard divide no dimension of 32.00 GiB of the parameters' 32.00 GiB (0.weight: 32768 x 32768), "
+        "which all of them hold whole; 2 of them would, and the other factor 3 could be pipeline stages (--fix pp=3)."
+    ) in str(odd.value)
+    assert "no plan fits" in str(even.value)
+    assert "divide no dimension" not in str(even.value)
+
+
+def test_stages_that_do_not_fit_say_how_far_they_are() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(32768, 32768) for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.sum()
+
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(64, 32768)
+
+    with pytest.raises(InfeasibleError, match=r"an average rank holds at least 6\d\.\d+ GiB and may hold 21\.59 GiB"):
+        autopar.plan(model, "rtx-4090:2", example_inputs=(x,), fix={"pp": 2})
+
+
+def test_a_missing_type_is_the_reason_also_where_nothing_fits() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(8))), torch.empty(64, 32768)
+
+    with pytest.raises(InfeasibleError, match="no compute rate for 'bfloat16'; known: float16, float32, float64"):
+        autopar.plan(model, "v100-16gb:2", example_inputs=(x,), precision="bf16")
+
+
+@pytest.mark.parametrize("fix", [{"pp": 2}, {"microbatch": 2}], ids=str)
+def test_time_that_ends_before_anything_is_tried_leaves_a_plan(fix: dict[str, int]) -> None:
+    late = plan(fix=fix, time_limit=1e-6)
+
+    assert late.solver.status == "time_limit"
+    assert fix.items() <= {**late.decisions.degrees, "microbatch": late.workload.microbatch}.items()
+    assert late.solver.bound <= plan(fix=fix).solver.objective * (1 + 1e-9)
 
 
 def test_what_does_not_fit_says_how_far_it_is_and_what_would_fit() -> None:

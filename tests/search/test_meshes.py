@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.search.meshes import candidates
+from autopar.search.trials import in_time
 
 
 def roles(devices: int, fixed: Mapping[str, int], experts: int = 0, forbidden: tuple[str, ...] = ()) -> set[str]:
@@ -48,3 +49,14 @@ def test_every_mesh_has_all_devices_and_the_degrees_asked_for(devices: int, ep: 
                 assert sizes.get("ep", 1) == ep
             elif "ep" in sizes:
                 assert experts % sizes["ep"] == 0
+
+
+@pytest.mark.parametrize("fixed", [{"ep": 8}, {"cp": 4}], ids=str)
+def test_data_parallelism_lies_outside_what_tokens_and_experts_are_split_over(fixed: dict[str, int]):
+    role, size = next(iter(fixed.items()))
+    rest = 64 // size
+
+    assert f"dp_shard={rest} x {role}={size}" in roles(64, fixed)
+    for mesh in in_time(candidates(64, 8, fixed, ()), 64, 1, 1):
+        kinds = [axis.role for axis in mesh]
+        assert "dp_shard" not in kinds or kinds.index("dp_shard") < kinds.index(role)

@@ -1,0 +1,39 @@
+"""Trials by kind: those of a kind are estimated wrong in the same way, and differ by little."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+from autopar.costs.rough import Shape
+from autopar.search.trials import Recompute, Trial
+
+_ALIKE = 3
+"""Trials of a kind that are relaxed before those of others."""
+
+
+def shape_of(trial: Trial) -> Shape:
+    """Return the numbers of a trial that estimates read."""
+    width = prod(axis.size for axis in trial.ranks) // trial.replicas
+    shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "ep"})
+    return Shape(trial.depth, trial.microbatches, trial.replicas, shards, width)
+
+
+def varied(trials: Sequence[Trial]) -> list[Trial]:
+    """Return sorted trials such that the best few of every kind come before the others of any.
+
+    Trials of a kind - as many tensor-parallel ranks, as much recomputed - are estimated wrong in the same way, and
+    differ by little.
+    """
+    seen: Counter[tuple[int, Recompute]] = Counter()
+    turns: list[int] = []
+    for trial in trials:
+        turns.append(seen[kind_of(trial)] // _ALIKE)
+        seen[kind_of(trial)] += 1
+    return [trials[place] for place in sorted(range(len(trials)), key=lambda each: (turns[each], each))]
+
+
+def kind_of(trial: Trial) -> tuple[int, Recompute]:
+    """Return along how many ranks tensors are split, and what is recomputed."""
+    return shape_of(trial).width, trial.recompute
