@@ -119,7 +119,7 @@ def measure(model: Any, inputs: dict[str, Any]) -> dict[str, int]:
     return {"before": before, "peak": peak, "left": left, "optimizer": held}
 
 
-_STEPS = 3
+_STEPS = 5
 """Steps that are measured; the one of the least peak counts."""
 
 

@@ -275,8 +275,8 @@ class Outer:
         """Recompute less in the most promising plans that recompute all, and say what that leaves proven."""
         full = [one for one in self.solved if one.trial.recompute == "full" and one.outcome is not None]
         likely = sorted(full, key=lambda each: each.step_s / self._slack(each.trial))
-        # What is foreseen is off by about as much on all meshes.
-        off = 1.0
+        # What is foreseen is off by about as much on all meshes: nobody knows by how much until one was tried.
+        off = 0.0
         for one in likely[:_LIGHTENED]:
             foreseen_s = max(self._lightest_s(one.trial), off * one.step_s / self._slack(one.trial))
             if foreseen_s >= self.best_s * (1.0 - self.solving.options.gap):
@@ -285,7 +285,7 @@ class Outer:
             found = lighter(self.solving, self.wishes, one, self.left_s)
             if found is not None:
                 self.solved.append(found)
-                off = max(off, found.step_s * self._slack(one.trial) / one.step_s)
+            off = max(off, (one if found is None else found).step_s * self._slack(one.trial) / one.step_s)
         self._prove()
         for one in self.solved:
             if self._is_open(one):

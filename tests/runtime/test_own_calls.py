@@ -126,11 +126,27 @@ def _gradients_after_removal(_rank: int) -> bool:
 
 
 def test_a_forward_that_reads_another_models_parameters_is_refused():
-    model = Pair()
-    original = model.forward
-    model.forward = lambda x: original(x) * 2
+    model, other = Pair(), Pair()
+    model.forward = lambda x: other(x) * 2
     with pytest.raises(CaptureError, match=r"(?s)requires a gradient and is none of its parameters.*MethodType"):
         autopar.compile(model, "cpu:1", example_inputs=(torch.randn(8, 4),))
+
+
+def test_a_forward_of_the_instances_own_that_wraps_the_classs_is_the_models():
+    model, x = Pair(), torch.randn(8, 4)
+    original = model.forward
+    model.forward = lambda x: original(x) * 2
+    expected = model(x)
+    expected.backward()
+    gradient = model.first.weight.grad.clone()
+    model.zero_grad()
+
+    mine = autopar.compile(model, "cpu:1", example_inputs=(x,))
+    loss = mine(x)
+    loss.backward()
+
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    torch.testing.assert_close(whole(mine.first.weight.grad), gradient)
 
 
 def test_a_plain_attribute_that_requires_a_gradient_is_refused_by_name():
