@@ -27,6 +27,9 @@ from autopar.search.trials import Recompute
 _WORTH = 0.01
 """Share of the memory that has to be left for another choice to be tried."""
 
+_IDLE = 0.5
+"""Share of the gap that the search is content with by which recomputing less has to beat the best plan to be tried."""
+
 _TRIES = 6
 """Choices that are priced and cut: that tells more of memory than what is foreseen here."""
 
@@ -36,8 +39,11 @@ as where all blocks are alike, and gain little.
 """
 
 
-def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Solved | None:
-    """Return a faster plan on the mesh of a solved trial that recomputes all, which recomputes less; `None` if none."""
+def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s: float) -> Solved | None:
+    """Return a faster plan on the mesh of a solved trial that recomputes all, which recomputes less; `None` if none.
+
+    None is tried that is not foreseen to take less than `best_s`.
+    """
     if one.outcome is None or one.trial.recompute != "full":
         return None
     again = _again(solving.graph("none", wishes), one.outcome)
@@ -54,6 +60,10 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float) -> Sol
         recompute = _named(again.paths, _plainest(ways, chosen)) if chosen is not None else "full"
         left_s = ends - time.monotonic()
         if chosen is None or recompute == "full" or left_s <= 0:
+            break
+        saved_s = float((ways.seconds[:, -1] - ways.seconds[np.arange(len(chosen)), chosen]).sum())
+        foreseen_s = one.step_s - saved_s * one.trial.microbatches / one.trial.depth
+        if foreseen_s > best_s * (1.0 - _IDLE * solving.options.gap):
             break
         foreseen = max(held(ways, room, chosen) for room in rooms)
         found = None if recompute == "none" else _as_before(solving, wishes, one, best or one, recompute)

@@ -18,7 +18,7 @@ from autopar.api.kinds import kind_of, shape_of, varied
 from autopar.api.lightening import lighter
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Best, Proofs
-from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
+from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting, interrupted, left_out, ruled_out
 from autopar.api.wishes import Wishes
 from autopar.errors import InfeasibleError
 from autopar.figures import format_bytes
@@ -124,7 +124,7 @@ class Outer:
             self.interrupted = True
             known = {one.trial for one in self.solved}
             left = [trial for trial in (*whole, *others) if trial not in known]
-            self.solved += [_interrupted(trial, self._known_bound_s(trial)) for trial in left]
+            self.solved += [interrupted(trial, self._known_bound_s(trial)) for trial in left]
 
     def _run_others(self, others: Sequence[Trial]) -> None:
         left = []
@@ -147,7 +147,7 @@ class Outer:
                 if self._is_beaten(trial) or self._is_unlikely(trial, likely) or self._needs_less(trial):
                     self._give_up([trial])
                 elif self._is_good(bound_s := self._fluid_of(trial).step_s):
-                    self.solved.append(_bounded(trial, bound_s))
+                    self.solved.append(ruled_out(trial, bound_s))
                 else:
                     chunk.append(trial)
             relaxed += len(chunk)
@@ -207,10 +207,14 @@ class Outer:
             while waiting:
                 one = waiting[0]
                 if count >= most:
-                    self.solved.append(_left(one.trial, one.bound_s, "not solved: others looked better"))
+                    self.solved.append(left_out(one.trial, one.bound_s, "not solved: others looked better"))
                     waiting.pop(0)
                     continue
                 beaten_s = self.best_s * self._slack(one.trial)
+                if one.bound_s * self._off(one.trial) >= beaten_s:
+                    self.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
+                    waiting.pop(0)
+                    continue
                 found = self.solving.solve(one, self.wishes, self._ways(one.trial), beaten_s, self.left_s)
                 waiting.pop(0)
                 count += found.solution.status != "cutoff" or found.outcome is not None
@@ -223,9 +227,18 @@ class Outer:
                     best_s=best if best < inf else None, gap=gap, done=total - len(waiting), total=total
                 )
         except KeyboardInterrupt:
-            self.solved += [_interrupted(each.trial, each.bound_s) for each in waiting]
+            self.solved += [interrupted(each.trial, each.bound_s) for each in waiting]
             raise
         return count
+
+    def _off(self, trial: Trial) -> float:
+        """Return how many times as long as their bounds the plans of pipelines of a trial's kind take at least."""
+        alike = [
+            one.step_s / one.solution.bound_s
+            for one in self.solved
+            if one.outcome is not None and one.trial.depth > 1 and kind_of(one.trial) == kind_of(trial)
+        ]
+        return min(alike, default=1.0) if trial.depth > 1 else 1.0
 
     def _slack(self, trial: Trial) -> float:
         """Return how many times as long as the best plan a trial may take: what recomputing less is to save."""
@@ -263,7 +276,7 @@ class Outer:
             if one.pipeline is None or one.outcome is None:
                 continue
             bubble = one.pipeline.bubble_s / one.step_s
-            if bubble <= self.solving.options.gap:
+            if bubble <= self.solving.options.gap or one.step_s * (1.0 - bubble) >= self.best_s:
                 continue
             self.progress.phase("try other schedules")
             ways = self._other_schedules(one.trial)
@@ -282,7 +295,7 @@ class Outer:
             if foreseen_s >= self.best_s * (1.0 - self.solving.options.gap):
                 continue
             self.progress.phase("recompute less")
-            found = lighter(self.solving, self.wishes, one, self.left_s)
+            found = lighter(self.solving, self.wishes, one, self.left_s, self.best_s)
             if found is not None:
                 self.solved.append(found)
             off = max(off, (one if found is None else found).step_s * self._slack(one.trial) / one.step_s)
@@ -318,7 +331,7 @@ class Outer:
             proven.add(least.trial)
             bound_s = self._fluid_of(least.trial).step_s
             if least.outcome is None and bound_s == inf:
-                found = _bounded(least.trial, inf)
+                found = ruled_out(least.trial, inf)
                 least.solution, least.why_not = found.solution, found.why_not
             elif bound_s > least.solution.bound_s:
                 least.solution = replace(least.solution, bound_s=min(bound_s, least.step_s))
@@ -467,22 +480,6 @@ def _kin(trial: Trial) -> tuple[object, ...]:
 
 def _without(trial: Trial) -> tuple[object, ...]:
     return _kin(replace(trial, recompute="none"))
-
-
-def _bounded(trial: Trial, bound_s: float) -> Solved:
-    """Return a trial that its blocks as a fluid rule out."""
-    if bound_s == inf:
-        why = "does not fit in memory, however it is cut and recomputed"
-        return Solved(trial, Solution("infeasible", (), inf, inf), why_not=why)
-    return _left(trial, bound_s, f"at least {bound_s:.4g} s, however it is cut and recomputed")
-
-
-def _left(trial: Trial, bound_s: float, why: str) -> Solved:
-    return Solved(trial, Solution("cutoff", (), inf, bound_s), why_not=why)
-
-
-def _interrupted(trial: Trial, bound_s: float) -> Solved:
-    return Solved(trial, Solution("interrupted", (), inf, bound_s), why_not=WHY_NOT["interrupted"])
 
 
 def _spread(sizes: Sequence[int], most: int) -> list[int]:

@@ -378,6 +378,24 @@ class Solving:
         return Solved(one.trial, solution, why_not=WHY_NOT.get(solution.status, solution.status))
 
 
+def ruled_out(trial: Trial, bound_s: float) -> Solved:
+    """Return a trial that its blocks as a fluid rule out."""
+    if bound_s == inf:
+        why = "does not fit in memory, however it is cut and recomputed"
+        return Solved(trial, Solution("infeasible", (), inf, inf), why_not=why)
+    return left_out(trial, bound_s, f"at least {bound_s:.4g} s, however it is cut and recomputed")
+
+
+def left_out(trial: Trial, bound_s: float, why: str) -> Solved:
+    """Return a trial that was not solved, of which a bound is known."""
+    return Solved(trial, Solution("cutoff", (), inf, bound_s), why_not=why)
+
+
+def interrupted(trial: Trial, bound_s: float) -> Solved:
+    """Return a trial that the user did not wait for."""
+    return Solved(trial, Solution("interrupted", (), inf, bound_s), why_not=WHY_NOT["interrupted"])
+
+
 def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:
     """Return the error about operators that no sharding rule covers, all of them."""
     lines = "\n".join(f"    {op.where}" for op in unknown)
