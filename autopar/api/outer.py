@@ -211,7 +211,8 @@ class Outer:
                     waiting.pop(0)
                     continue
                 beaten_s = self.best_s * self._slack(one.trial)
-                if one.bound_s * self._off(one.trial) >= beaten_s:
+                # Only recomputing less could make it the best: that has to make up for what others were slower by.
+                if one.bound_s >= self.best_s and one.bound_s * self._off(one.trial) >= beaten_s:
                     self.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
                     waiting.pop(0)
                     continue
