@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from math import inf, prod
+from math import inf
 
 from autopar.api.floors import WAYS, Floors, Work
+from autopar.api.kinds import shape_of
 from autopar.api.pipelining import Wanted
 from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
@@ -59,21 +60,28 @@ class Proofs:
         """Return the least that a trial can take with any of the schedules.
 
         `elsewhere_s`: what one micro-batch takes through all stages at least, collectives of tensors included.
-        Nothing is known where devices are unlike and where kernels are fused.
+        Nothing is known where devices are unlike, where kernels are fused, and of axes that may split more than tensors
+        do or batches: free ones and those of tokens.
         """
         solving = self.solving
         if not solving.proves(trial) or solving.equal.device.fusion or not isinstance(trial.recompute, str):
             return Best(0.0, None)
-        replicas, width = trial.replicas, prod(axis.size for axis in trial.ranks) // trial.replicas
-        shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "ep"}) * width
-        count = trial.microbatches
+        if any(axis.role in {"free", "cp"} for axis in trial.ranks):
+            return Best(0.0, None)
+        shape = shape_of(trial)
+        replicas, width, count = shape.replicas, shape.width, shape.microbatches
         size = max(1, solving.program.batch_size // (count * replicas))
         work = self._work_of(size, width)
         if work is None:
             return Best(0.0, None)
         allowed = WAYS if self.mixes and trial.recompute == "full" else (trial.recompute,)
         blocks = self._floors.blocks(
-            work, allowed, parts=count * replicas * width, shards=shards, sums=count > 1, elsewhere_s=elsewhere_s
+            work,
+            allowed,
+            parts=count * replicas * width,
+            shards=shape.shards * width,
+            sums=count > 1,
+            elsewhere_s=elsewhere_s,
         )
         if trial.depth == 1:
             budget = solving.budget - solving.equal.device.reserved_bytes

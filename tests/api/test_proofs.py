@@ -78,3 +78,9 @@ def test_no_pipeline_on_shared_cores_beats_its_bound(depth: int, microbatches: i
     solved = proof.solving.solve(priced, proof.wishes, [Wanted(depth), Wanted(depth, "zb_h1")], inf, 60.0)
     assert solved.step_s < inf
     assert 0.5 * solved.step_s < bound.step_s <= solved.step_s
+
+
+def test_nothing_is_known_of_axes_that_may_split_the_batch_or_tensors():
+    found = proofs(cluster()).best(Trial((MeshAxis("free", 4),)), [], 0.0)
+
+    assert found.step_s == 0.0
