@@ -132,7 +132,10 @@ def outputs(outcome: Outcome, estimates: Estimates) -> InfeasibleError:
 
 
 def _undivided(least: Outcome, ranks: Sequence[MeshAxis]) -> list[str]:
-    """Return what is to be said of axes along which most parameters cannot be split, for no dimension divides."""
+    """Return what is to be said of axes along which most parameters cannot be split, for no dimension divides.
+
+    That is tensor parallelism: other axes pad what they keep.
+    """
     metas = [(op.target, op.outputs[0]) for op in least.graph.ops if op.kind == "parameter"]
     sized = [(name, meta) for name, meta in metas if meta is not None]
     total = sum(meta.nbytes for _, meta in sized)
@@ -140,7 +143,7 @@ def _undivided(least: Outcome, ranks: Sequence[MeshAxis]) -> list[str]:
     for axis in ranks:
         whole = [(name, meta) for name, meta in sized if all(size % axis.size for size in meta.shape)]
         held = sum(meta.nbytes for _, meta in whole)
-        if axis.size == 1 or held <= total * _MOST:
+        if axis.role != "tp" or held <= total * _MOST:
             continue
         name, meta = max(whole, key=lambda each: each[1].nbytes)
         divides = max(gcd(axis.size, size) for size in meta.shape)

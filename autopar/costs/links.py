@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Op
-from autopar.ir.placement import Layout, local_shape
+from autopar.ir.placement import Layout, local_shape, padding
 from autopar.ir.reshard import NoRouteError, Step, is_reachable, route
 from autopar.ir.strategy import Inner, MeshStrategy
 from autopar.ir.tensor import TensorMeta
@@ -209,7 +209,9 @@ class Links:
             return self._copy_s(math.prod(local_shape(meta.shape, step.after, self.sizes)) * meta.item_bytes)
         if step.kind == "mask":
             return self._copy_s(moved)
-        return self.message_s(Message(step.kind, step.axis, moved, flat))
+        sent_s = self.message_s(Message(step.kind, step.axis, moved, flat))
+        fills = step.kind == "reduce_scatter" and padding(meta.shape, step.after, step.axis, self.sizes)
+        return sent_s + self._copy_s(moved) if fills else sent_s
 
     def blocking_s(self, axis: int) -> float:
         """Return the seconds of each call along an axis that its issuer spends itself: on a CPU, none on a GPU."""

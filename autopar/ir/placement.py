@@ -11,6 +11,11 @@ contiguous split. Splitting one dimension by two axes nests, DTensor's
 `(Shard(0), Shard(0))` on a (2, 4) mesh being `(Shard(0), Shard(0, outer=2))`.
 A dimension that merges `[batch, sequence]` and is split along the sequence is
 `Shard(0, outer=batch)`.
+
+Splits are even, but for what a program starts from and ends with: of a parameter
+at rest and of its gradient, the innermost shard of a dimension may be *padded*.
+Each rank then has room for `ceil(N / n)` elements, of which the last ranks use
+fewer or none, as in DTensor.
 """
 
 from __future__ import annotations
@@ -91,8 +96,11 @@ def short(placement: Placement | None) -> str:
             return f"P{reduce}"
 
 
-def is_valid(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
-    """Return whether every shard divides its dimension evenly and no two split the same digit."""
+def is_valid(shape: Sequence[int], layout: Layout, sizes: Sequence[int], *, padded: bool = False) -> bool:
+    """Return whether every shard divides its dimension evenly and no two split the same digit.
+
+    With `padded`, the innermost of a dimension need not divide it, where each rank could have an element.
+    """
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for placement, size in zip(layout, sizes, strict=True):
         if isinstance(placement, Shard):
@@ -102,18 +110,38 @@ def is_valid(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool
             return False
         digits.sort()
         ends = [*(outer for outer, _ in digits[1:]), shape[dim]]
-        for (outer, size), end in zip(digits, ends, strict=True):
-            if end == 0 or end % (outer * size):
-                return False
+        uneven = [end == 0 or bool(end % (outer * size)) for (outer, size), end in zip(digits, ends, strict=True)]
+        if any(uneven) and not (padded and _is_padded(digits, shape[dim])):
+            return False
     return True
 
 
+def _is_padded(digits: Sequence[tuple[int, int]], elements: int) -> bool:
+    """Return whether the digits of a dimension split it one inside the other, all but the innermost evenly."""
+    inside = 1
+    for outer, size in digits[:-1]:
+        if outer != inside:
+            return False
+        inside *= size
+    outer, size = digits[-1]
+    return outer == inside and elements % outer == 0 and elements // outer >= size
+
+
+def padding(shape: Sequence[int], layout: Layout, axis: int, sizes: Sequence[int]) -> int:
+    """Return how many elements of its dimension the shard on `axis` lacks to be even; 0 where it is, or is none."""
+    mine = layout[axis]
+    if not isinstance(mine, Shard):
+        return 0
+    inside = (p.dim == mine.dim and p.outer > mine.outer for p in layout if isinstance(p, Shard))
+    return 0 if any(inside) else -(shape[mine.dim] // mine.outer) % sizes[axis]
+
+
 def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that one rank holds of a tensor of global `shape`; the layout must be valid."""
+    """Return the shape that one rank holds of a tensor of global `shape`, with padding; the layout must be valid."""
     local = list(shape)
     for placement, size in zip(layout, sizes, strict=True):
         if isinstance(placement, Shard):
-            local[placement.dim] //= size
+            local[placement.dim] = -(-local[placement.dim] // size)
     return tuple(local)
 
 

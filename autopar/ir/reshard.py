@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_valid, local_shape
+from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_valid, local_shape, padding
 
 StepKind = Literal["slice", "mask", "reduce_scatter", "all_to_all", "all_reduce", "all_gather"]
 
@@ -111,10 +111,11 @@ def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, 
     for axis, (have, want) in enumerate(zip(now, after, strict=True)):
         if have == want:
             continue
-        kind = _kind_through_replicate(have, want, sizes[axis])
+        uneven = any(padding(shape, each, axis, sizes) for each in (now, (*now[:axis], want, *now[axis + 1 :])))
+        kind = _kind_through_replicate(have, want, sizes[axis], uneven=uneven)
         target: Placement = want if kind == _kind_or_none(have, want) else Replicate()
         reached = (*now[:axis], target, *now[axis + 1 :])
-        if is_valid(shape, reached, sizes):
+        if is_valid(shape, reached, sizes, padded=True):
             found.append((_ORDER.index(kind), axis, Step(kind, axis, now, reached)))
     if found:
         return min(found)[2]
@@ -131,13 +132,13 @@ def _kind_or_none(have: Placement, want: Placement) -> StepKind | None:
         return None
 
 
-def _kind_through_replicate(have: Placement, want: Placement, size: int) -> StepKind:
+def _kind_through_replicate(have: Placement, want: Placement, size: int, *, uneven: bool) -> StepKind:
     """Return the step to take now: the direct one, or the gather before it.
 
     A shard is gathered first where it becomes a partial, or a shard of a digit that overlaps
-    its own: ranks would then exchange blocks of unequal size.
+    its own, or one of both is padded: ranks would then exchange blocks of unequal size.
     """
-    if isinstance(have, Shard) and (isinstance(want, Partial) or _overlap(have, want, size)):
+    if isinstance(have, Shard) and (isinstance(want, Partial) or uneven or _overlap(have, want, size)):
         return "all_gather"
     return _kind(have, want)
 

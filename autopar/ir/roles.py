@@ -22,7 +22,9 @@ VIEWS = frozenset(
 )  # fmt: skip
 """Operators that only describe memory anew: no bytes move, nothing is launched on a device."""
 
-_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default", "aten.clone.default"})
+CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default", "aten.clone.default"})
+"""Operators that give the same elements, in another type perhaps, in memory of their own."""
+
 _SUMS = frozenset({"aten.add.Tensor"})
 
 LAST_STEPS = frozenset(
@@ -42,7 +44,7 @@ def parameter_like(graph: Graph) -> frozenset[str]:
     """Return the operators that only reshape or cast one parameter or buffer, those included."""
     found: set[str] = set()
     for op in graph.ops:
-        passes = is_view(op) or op.target in _CASTS
+        passes = is_view(op) or op.target in CASTS
         if op.kind in {"parameter", "buffer"} or (passes and len(op.refs) == 1 and op.refs[0].op in found):
             found.add(op.name)
     return frozenset(found)
@@ -94,4 +96,4 @@ def leaves(graph: Graph, ref: Ref) -> bool:
 
 
 def _passes(op: Op) -> bool:
-    return is_view(op) or op.target in _CASTS or op.target in _SUMS
+    return is_view(op) or op.target in CASTS or op.target in _SUMS

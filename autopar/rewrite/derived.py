@@ -8,8 +8,7 @@ import torch
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Decisions
-
-_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default", "aten.clone.default"})
+from autopar.ir.roles import CASTS
 
 
 def derived_parameters(graph: Graph, decisions: Decisions) -> frozenset[str]:
@@ -21,7 +20,7 @@ def derived_parameters(graph: Graph, decisions: Decisions) -> frozenset[str]:
         elif op.kind == "parameter":
             if decisions.parameters[op.target].gather != "once":
                 found.add(op.name)
-        elif len(op.refs) == 1 and op.refs[0].op in found and (op.target in _CASTS or is_view(op.target)):
+        elif len(op.refs) == 1 and op.refs[0].op in found and (op.target in CASTS or is_view(op.target)):
             found.add(op.name)
     return frozenset(found)
 

@@ -4,7 +4,8 @@ A tensor's dimension `d`, split by an axis of size `n` at some digit, is locally
 `[runs, rest]` of what is `[runs, n, rest]` when whole along that axis. Gathering,
 scattering and exchanging work on dimension 0 of a contiguous buffer; everything
 else here is the permutation between the two. Where `d == 0` and `runs == 1`
-there is none.
+there is none. A padded shard is filled up with zeros before it is cut or
+scattered, and cut to the dimension's size behind its gather.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout, Partial, Shard, local_outer, local_shape
+from autopar.ir.placement import Layout, Partial, Shard, local_outer, local_shape, padding
 from autopar.ir.reshard import Step
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import C10D, WAIT, Mark, over_microbatches
@@ -102,6 +103,7 @@ class _Step:
     def slice(self, value: fx.Node) -> fx.Node:
         dim, runs = self._shard(self.step.after).dim, local_outer(self.step.after, self.step.axis, self.sizes)
         at = self.writer.coordinate[self.step.axis]
+        value, _ = self._filled(value, dim)
         if runs == 1:
             length = self.shape_after[dim]
             own = self._move(_ATEN.slice.Tensor, value, dim, at * length, (at + 1) * length)
@@ -126,18 +128,36 @@ class _Step:
     def all_gather(self, value: fx.Node) -> fx.Node:
         dim, runs = self._shard(self.step.before).dim, local_outer(self.step.before, self.step.axis, self.sizes)
         source, order = permuted(value, len(self.shape))
+        length = self.shape_after[dim]
+        lacking = padding(self.shape, self.step.before, self.step.axis, self.sizes)
         if runs == 1 and order[dim] == 0 and source is not value:
             # The memory behind a transposed value is whole blocks already: no copy before the gather, and none after.
             gathered = self._exchange(C10D.all_gather_into_tensor.default, source, self.size)
-            return self._move(_ATEN.permute.default, gathered, order)
+            own = self._move(_ATEN.slice.Tensor, gathered, 0, 0, length) if lacking else gathered
+            return self._move(_ATEN.permute.default, own, order)
         gathered = self._exchange(C10D.all_gather_into_tensor.default, value, self.size)
-        return self._from_front(gathered, self.shape_before, dim, runs)
+        whole = self._from_front(gathered, self.shape_before, dim, runs)
+        if not lacking:
+            return whole
+        own = self._move(_ATEN.slice.Tensor, whole, dim, 0, length)
+        return own if dim == 0 else self._move(_ATEN.contiguous.default, own)
 
     def reduce_scatter(self, value: fx.Node) -> fx.Node:
         dim, runs = self._shard(self.step.after).dim, local_outer(self.step.after, self.step.axis, self.sizes)
         value, reduce = self._summand(value)
-        buffer = self._to_front(value, self.shape_before, dim, runs)
+        value, shape = self._filled(value, dim)
+        buffer = self._to_front(value, shape, dim, runs)
         return self._exchange(C10D.reduce_scatter_tensor.default, buffer, reduce, self.size)
+
+    def _filled(self, value: fx.Node, dim: int) -> tuple[fx.Node, tuple[int, ...]]:
+        """Return the value with zeros behind `dim` so that ranks hold equal parts of it, and its shape then."""
+        shape = list(self.shape_before)
+        lacking = padding(self.shape, self.step.after, self.step.axis, self.sizes)
+        if not lacking:
+            return value, tuple(shape)
+        shape[dim] += lacking
+        filling = [0, 0] * (len(shape) - 1 - dim) + [0, lacking]
+        return self._move(_ATEN.constant_pad_nd.default, value, filling), tuple(shape)
 
     def _summand(self, value: fx.Node) -> tuple[fx.Node, str]:
         """Return the local term and how to reduce it: gloo has no mean, so that becomes a sum of fractions."""

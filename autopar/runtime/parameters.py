@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.ir.placement import Layout, Replicate
+from autopar.ir.placement import Layout, Replicate, local_shape
 from autopar.ir.plan import Decisions
 from autopar.runtime.errors import parameters_differ, uninitialised
 from autopar.runtime.placing import dense_copy, dtensor_placements, own_part
@@ -141,7 +141,8 @@ class _Placer:
 
     def _distributed(self, name: str, old: torch.Tensor, layout: Layout) -> torch.Tensor:
         part = own_part(old.detach(), layout, self.groups.mesh, self.groups.rank)
-        local = dense_copy(part.to(self.ranks.device), old)
+        room = local_shape(old.shape, layout, self.groups.mesh.sizes)
+        local = dense_copy(part.to(self.ranks.device), old, room)
         return parameter_like(old, distributed_from(local, old, name, layout, self.groups))
 
 

@@ -38,6 +38,7 @@ from autopar.runtime.parameters import slots
 from autopar.runtime.pipeline_outputs import Outputs
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.pipeline_step import Input, Sources, Step, Tied, Totals, Way
+from autopar.runtime.placing import room_of
 from autopar.runtime.program import Start
 from autopar.runtime.routes import forward_only, routes
 from autopar.runtime.seeds import Seeds
@@ -136,6 +137,8 @@ class StagedBound:
                 self._tables[start.name] = slot.table, slot.key
                 if start.kind == "parameter":
                     self._parameters.append(start)
+        rooms = {name: room_of(table[key]) for name, (table, key) in self._tables.items()}
+        self._rooms = {name: room for name, room in rooms.items() if room is not None}
         known = {*self._tables, *self._constants, *self._inputs, *self.program.staged.total_names}
         absent = sorted(wanted - known)
         if absent:
@@ -174,6 +177,7 @@ class StagedBound:
             microbatches=program.schedule.microbatches,
             inputs=self._inputs,
             tables=self._tables,
+            rooms=self._rooms,
             constants=self._constants,
             totals=totals,
             seeding=program.seeding,
@@ -282,6 +286,7 @@ class StagedBound:
         held = self._held()
         specs = [getattr(held[start.name], "_spec", None) for start in self._graded]
         specs += [None] * len(self._graded_inputs)
+        rooms = [self._rooms.get(start.name) for start in self._graded] + [None] * len(self._graded_inputs)
         # A loss that is given to backward as it is has tangent 1: most steps need no pass over the gradients.
         as_is = tangent is None or bool(tangent == 1)
         if not as_is:
@@ -297,6 +302,8 @@ class StagedBound:
                 gradient = gradient * tangent
             elif not as_is:
                 gradient = gradient.mul_(tangent)
+            room = rooms[place]
+            gradient = gradient if room is None else room.of(gradient)
             found[place] = gradient if spec is None else dtensor_of(gradient, spec)
         return found
 

@@ -19,6 +19,7 @@ from autopar.runtime.errors import group_lost
 from autopar.runtime.messages import Mailbox
 from autopar.runtime.pipeline_outputs import Outputs
 from autopar.runtime.pipeline_ranks import PipelineRanks
+from autopar.runtime.placing import Room
 from autopar.runtime.program import Seeding
 from autopar.runtime.routes import Message, Routes
 from autopar.runtime.seeds import Seeds, microbatch_seed
@@ -75,6 +76,9 @@ class Sources:
     inputs: Mapping[str, Input]
     tables: Mapping[str, tuple[dict[str, Any], str]]
     """Parameters and buffers: the module's table and the key in it."""
+
+    rooms: Mapping[str, Room]
+    """Of padded parameters that do not fill theirs."""
 
     constants: Mapping[str, torch.Tensor]
     totals: Totals | None
@@ -163,14 +167,19 @@ class Step:
                 return self._totals[name]
             if name in sources.constants:
                 return sources.constants[name]
-            table, key = sources.tables[name]
-            return local_of(table[key])
+            return self._held(name)
         tensor = local_of(self._tensors[found.index])
         if found.rows is not None:
             tensor = tensor.narrow(0, microbatch * found.rows, found.rows)
         if found.strides is None or tensor.stride() == found.strides:
             return tensor
         return restrided(tensor, found.strides)
+
+    def _held(self, name: str) -> torch.Tensor:
+        """Return a parameter or buffer as programs take it."""
+        table, key = self._sources.tables[name]
+        room = self._sources.rooms.get(name)
+        return local_of(table[key]) if room is None else room.around(local_of(table[key]))
 
     def _add_up(self) -> None:
         totals = self._sources.totals
@@ -225,8 +234,7 @@ class Step:
         for tie in self._sources.tied:
             mine = self._gradients.get(tie.name)
             if mine is None:
-                table, key = self._sources.tables[tie.name]
-                mine = torch.zeros_like(local_of(table[key]))
+                mine = torch.zeros_like(self._held(tie.name))
             mine = mine.contiguous()
             self._reduce(mine, tie.group, f"sum of the gradients of {tie.name} over its stages", tie.peers)
             self._gradients[tie.name] = mine

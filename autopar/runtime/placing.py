@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autopar._torch import local_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.runtime.errors import layout_not_dtensor
@@ -46,17 +49,68 @@ def own_part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torc
     for placement, size, at in sorted(shards, key=lambda each: -each[0].outer):
         # Inner digits first: those further out are then still whole.
         dim, outer = placement.dim, placement.outer
-        split = (*part.shape[:dim], outer, size, part.shape[dim] // (outer * size), *part.shape[dim + 1 :])
-        part = part.reshape(split).select(dim + 1, at).flatten(dim, dim + 1)
+        rest = part.shape[dim] // outer
+        length = -(-rest // size)
+        first = min(at * length, rest)
+        runs = part.reshape((*part.shape[:dim], outer, rest, *part.shape[dim + 1 :]))
+        part = runs.narrow(dim + 1, first, min(length, rest - first)).flatten(dim, dim + 1)
     return part
 
 
-def dense_copy(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `part` without gaps whose dimensions lie in memory in the order of `like`."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that a rank has for its part of a padded tensor: programs take all of it, the user what is filled."""
+
+    shape: tuple[int, ...]
+    filled: tuple[int, ...]
+
+    def around(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensor of the whole room of which `part` is what is filled.
+
+        It shares the part's memory where that has the room, as it has until the user puts another tensor there. What it
+        holds beside the part means nothing.
+        """
+        last = sum((n - 1) * step for n, step in zip(self.shape, part.stride(), strict=True))
+        if part.untyped_storage().nbytes() >= (part.storage_offset() + last + 1) * part.element_size():
+            return part.as_strided(self.shape, part.stride())
+        made = part.new_zeros(self.shape)
+        self.of(made).copy_(part)
+        return made
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a view of what is filled of a tensor of the whole room."""
+        for dim, length in enumerate(self.filled):
+            whole = whole.narrow(dim, 0, length)
+        return whole
+
+
+def room_of(tensor: torch.Tensor) -> Room | None:
+    """Return the room of a padded DTensor on this rank; `None` where its part fills it, and of plain tensors."""
+    spec = getattr(tensor, "_spec", None)
+    if spec is None:
+        return None
+    shape = list(tensor.shape)
+    for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
+        if placement.is_shard():
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    filled = tuple(local_of(tensor).shape)
+    return None if tuple(shape) == filled else Room(tuple(shape), filled)
+
+
+def dense_copy(part: torch.Tensor, like: torch.Tensor, room: Sequence[int] | None = None) -> torch.Tensor:
+    """Return a copy of `part` without gaps whose dimensions lie in memory in the order of `like`.
+
+    With `room`, a larger shape, there are the gaps that are left by zeros of what a tensor of that shape has beside it.
+    """
+    shape = part.shape if room is None else room
     strides = [0] * part.dim()
     step = 1
     for dim in sorted(range(part.dim()), key=lambda d: (like.stride(d), -d)):
         strides[dim] = step
-        step *= max(part.shape[dim], 1)
-    made = torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device)
+        step *= max(shape[dim], 1)
+    if tuple(shape) == tuple(part.shape):
+        return torch.empty_strided(shape, strides, dtype=part.dtype, device=part.device).copy_(part)
+    made = torch.empty_strided(shape, strides, dtype=part.dtype, device=part.device).zero_()
+    for dim, length in enumerate(part.shape):
+        made = made.narrow(dim, 0, length)
     return made.copy_(part)

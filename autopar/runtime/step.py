@@ -18,7 +18,7 @@ from autopar.runtime.expected import Expected
 from autopar.runtime.failures import told
 from autopar.runtime.gloo import backend_name, by_messages
 from autopar.runtime.parameters import slots
-from autopar.runtime.placing import dtensor_placements
+from autopar.runtime.placing import dtensor_placements, room_of
 from autopar.runtime.program import Program, Result, Value
 from autopar.runtime.ranks import Groups, Ranks
 from autopar.runtime.seeds import Seeds
@@ -95,7 +95,10 @@ class Bound:
                 self._tables.append((place, slot.table, slot.key))
         if missing:
             raise constant_on_meta(missing)
+        rooms = {place: room_of(table[key]) for place, table, key in self._tables}
+        self._rooms = [(place, room) for place, room in rooms.items() if room is not None]
         graded = [self._place_of[each.name] for each in self.program.local.gradients]
+        self._gradient_rooms = [(i, room) for i, place in enumerate(graded) if (room := rooms.get(place)) is not None]
         self._graded = graded
         self._names = [start.target for start in starts]
         trained = set(graded)
@@ -164,6 +167,8 @@ class Bound:
         Returns user outputs as the user gets them, the same as local tensors, what is saved by value, and the seed.
         """
         local = given if not self._mesh.axes else [local_of(each) for each in given]
+        for place, room in self._rooms:
+            local[place] = room.around(local[place])
         seed = None
         if self._seeds is None or self._seeded is None:
             made = self._run(self.forward, *local)
@@ -223,6 +228,10 @@ class Bound:
         else:
             with self._seeded(seed):
                 made = self._run(self._backwards[absent], arguments)
+        if self._gradient_rooms:
+            made = list(made)
+            for i, room in self._gradient_rooms:
+                made[i] = None if made[i] is None else room.of(made[i])
         return [
             each if each is None or spec is None else dtensor_of(each, spec)
             for each, spec in zip(made, self._gradient_specs, strict=True)

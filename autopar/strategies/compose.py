@@ -24,13 +24,14 @@ from typing import Literal
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 from autopar.ir.placement import Layout, Replicate, Shard, is_valid, nest
-from autopar.ir.roles import gradient_like, parameter_like
+from autopar.ir.roles import CASTS, gradient_like, parameter_like
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
 from autopar.strategies.experts import by_experts, experts
 from autopar.strategies.following import follow_batch, follow_tokens
 from autopar.strategies.in_time import follow_in_time
 from autopar.strategies.nesting import fits_mesh
+from autopar.strategies.padding import with_padding
 from autopar.strategies.regions import region
 
 Role = Literal["free", "batch", "tensor", "time", "expert", "sequence"]
@@ -96,6 +97,7 @@ def compose(
         unknown.update(missing)
         per_axis.append(found)
     settled = _small_tables(graph)
+    cast = {op.name for op in reps if op.target in CASTS} & (parameter_like(graph) | gradient_like(graph))
     products: dict[tuple[object, ...], tuple[MeshStrategy, ...]] = {}
     of: dict[str, tuple[MeshStrategy, ...]] = {}
     for op in reps:
@@ -104,9 +106,10 @@ def compose(
             found[op.name][:1] if op.name in settled and axis.role != "time" else found[op.name]
             for axis, found in zip(axes, per_axis, strict=True)
         )
-        key = (op.target, _shape_of_args(op), metas, op.outputs, options)
+        may_pad = op.kind == "parameter" or op.name in cast
+        key = (op.target, _shape_of_args(op), metas, op.outputs, options, may_pad)
         if key not in products:
-            products[key] = _product(op, options, metas, sizes)
+            products[key] = _product(op, options, metas, sizes, may_pad)
             if not products[key]:
                 raise _nothing_divides(op, axes)
         of[op.name] = products[key]
@@ -151,6 +154,8 @@ def _on_axis(
         found = _followed(graph, reps, axis, found, follow)
     elif axis.role == "tensor":
         found = _without_batch(graph, reps, axis, found)
+    if axis.shard_parameters and axis.role != "tensor":
+        found = with_padding(graph, reps, axis.size, found, beside_experts=axis.beside_experts)
     return found, unknown
 
 
@@ -363,22 +368,24 @@ def _on_whole_values(op: Op, options: tuple[Strategy, ...]) -> tuple[Strategy, .
 def _is_cast_up(graph: Graph, op: Op) -> bool:
     """Return whether an operator casts to a larger type: a gradient of 16 bits can be reduced before and after it."""
     made = op.outputs[0] if op.outputs else None
-    return op.target in _CASTS and made is not None and made.item_bytes > graph.meta(op.refs[0]).item_bytes
-
-
-_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})
+    return op.target in CASTS and made is not None and made.item_bytes > graph.meta(op.refs[0]).item_bytes
 
 
 def _product(
-    op: Op, options: tuple[tuple[Strategy, ...], ...], metas: tuple[TensorMeta, ...], sizes: tuple[int, ...]
+    op: Op,
+    options: tuple[tuple[Strategy, ...], ...],
+    metas: tuple[TensorMeta, ...],
+    sizes: tuple[int, ...],
+    may_pad: bool,
 ) -> tuple[MeshStrategy, ...]:
     outputs = op.outputs
     found: dict[tuple[object, ...], MeshStrategy] = {}
     for combination in itertools.product(*options):
         ins = tuple(nest(tuple(s.inputs[i] for s in combination), sizes) for i in range(len(metas)))
         outs = tuple(_output_layout(combination, i, sizes) for i in range(len(outputs)))
-        valid = all(is_valid(meta.shape, layout, sizes) for meta, layout in zip(metas, ins, strict=True)) and all(
-            is_valid(meta.shape, layout, sizes)
+        pairs = zip(metas, ins, strict=True)
+        valid = all(is_valid(meta.shape, layout, sizes, padded=may_pad) for meta, layout in pairs) and all(
+            is_valid(meta.shape, layout, sizes, padded=may_pad)
             for meta, layout in zip(outputs, outs, strict=True)
             if meta is not None and layout is not None
         )

@@ -107,19 +107,23 @@ def test_a_type_that_the_devices_do_not_compute_in_is_the_reason(fix: dict[str, 
 
 def test_ranks_that_divide_no_parameter_are_named_where_nothing_fits() -> None:
     with torch.device("meta"):
-        model, x = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(8))), torch.empty(72, 32768)
+        sizes = [(32768, 96), (96, 32768), *[(32768, 32768)] * 8]
+        model, x = nn.Sequential(*(nn.Linear(*each) for each in sizes)), torch.empty(72, 32768)
 
     with pytest.raises(InfeasibleError) as odd:
-        autopar.plan(model, "rtx-4090:6", example_inputs=(x,), fix={"dp_shard": 6})
+        autopar.plan(model, "rtx-4090:6", example_inputs=(x,), fix={"tp": 6})
     with pytest.raises(InfeasibleError) as even:
-        autopar.plan(model, "rtx-4090:4", example_inputs=(x,), fix={"dp_shard": 4})
+        autopar.plan(model, "rtx-4090:4", example_inputs=(x,), fix={"tp": 4})
+    with pytest.raises(InfeasibleError) as padded:
+        autopar.plan(model, "rtx-4090:6", example_inputs=(x,), fix={"dp_shard": 6})
 
     assert (
-        "6 ranks of dp_shard divide no dimension of 32.00 GiB of the parameters' 32.00 GiB (0.weight: 32768 x 32768), "
+        "6 ranks of tp divide no dimension of 32.00 GiB of the parameters' 32.02 GiB (2.weight: 32768 x 32768), "
         "which all of them hold whole; 2 of them would, and the other factor 3 could be pipeline stages (--fix pp=3)."
     ) in str(odd.value)
-    assert "no plan fits" in str(even.value)
-    assert "divide no dimension" not in str(even.value)
+    for each in (even, padded):
+        assert "no plan fits" in str(each.value)
+        assert "divide no dimension" not in str(each.value)
 
 
 def test_stages_that_do_not_fit_say_how_far_they_are() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import fx, nn
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout, Partial, Replicate, Shard, is_valid, short
+from autopar.ir.placement import Layout, Partial, Replicate, Shard, is_valid, local_shape, short
 from autopar.ir.reshard import is_reachable, route
 from autopar.rewrite.marks import Mark
 from autopar.rewrite.steps import Writer
@@ -35,7 +36,7 @@ def layouts(shape: tuple[int, ...], mesh: Mesh) -> list[Layout]:
 
 
 def moved(whole: torch.Tensor, before: Layout, after: Layout, mesh: Mesh) -> list[torch.Tensor]:
-    """Return what each rank holds after the steps from one layout to the other."""
+    """Return what each rank holds after the steps from one layout to the other; padding holds nothing of use before."""
     shape = tuple(whole.shape)
     programs = []
     for rank in range(mesh.world_size):
@@ -46,8 +47,15 @@ def moved(whole: torch.Tensor, before: Layout, after: Layout, mesh: Mesh) -> lis
             value = writer.step(value, step, shape, Mark("x", "forward"))
         graph.output((value,))
         programs.append(fx.GraphModule(nn.Module(), graph))
-    given = [[part(whole, before, mesh, rank)] for rank in range(mesh.world_size)]
+    room = local_shape(shape, before, mesh.sizes)
+    given = [[filled(part(whole, before, mesh, rank), room)] for rank in range(mesh.world_size)]
     return [made[0] for made in lockstep.run(programs, given, mesh)]
+
+
+def filled(own: torch.Tensor, room: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of shape `room` that begins with `own`."""
+    lacking = [each for n, m in zip(reversed(room), reversed(own.shape), strict=True) for each in (0, n - m)]
+    return torch.nn.functional.pad(own, lacking, value=torch.nan)
 
 
 def total(made: list[torch.Tensor], layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -75,6 +83,61 @@ def test_every_route_between_layouts_gives_each_rank_its_part(mesh: Mesh, shape:
         for rank in range(mesh.world_size):
             name = f"{[*map(short, before)]} -> {[*map(short, after)]} on rank {rank}"
             assert torch.equal(total(made, after, mesh, rank), part(whole, plain, mesh, rank)), name
+
+
+PADDED = [
+    (mesh_of(dp=3), (7,)),
+    (mesh_of(dp=3), (4, 5)),
+    (mesh_of(dp=4), (9, 2)),
+    (mesh_of(tp=2, dp=3), (14, 8)),
+    (mesh_of(dp=3, tp=2), (8, 10)),
+]
+
+
+def is_cut(layout: Layout, sizes: Sequence[int]) -> bool:
+    """Return whether axes split each dimension one inside the other, from the outside on."""
+    digits = sorted((p.dim, p.outer, size) for p, size in zip(layout, sizes, strict=True) if isinstance(p, Shard))
+    taken: dict[int, int] = {}
+    for dim, outer, size in digits:
+        if outer != taken.get(dim, 1):
+            return False
+        taken[dim] = outer * size
+    return True
+
+
+def chunk(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Return what a rank holds as torch cuts it: outer digits first, the last pieces shorter or empty."""
+    shards = [
+        (p, n, i) for p, n, i in zip(layout, mesh.sizes, mesh.coordinate(rank), strict=True) if isinstance(p, Shard)
+    ]
+    for placement, size, at in sorted(shards, key=lambda each: each[0].outer):
+        pieces = whole.chunk(size, placement.dim)
+        whole = pieces[at] if at < len(pieces) else whole.narrow(placement.dim, 0, 0)
+    return whole
+
+
+@pytest.mark.parametrize(("mesh", "shape"), PADDED, ids=[f"{mesh} {list(shape)}" for mesh, shape in PADDED])
+def test_every_route_from_and_to_padded_parts_gives_each_rank_what_torch_cuts(mesh: Mesh, shape: tuple[int, ...]):
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 1
+    options = [Replicate(), Partial(), *(Shard(d, o) for d in range(len(shape)) for o in (1, 2))]
+    every = [each for each in itertools.product(options, repeat=len(mesh.axes)) if is_cut(each, mesh.sizes)]
+    found = [each for each in every if is_valid(shape, each, mesh.sizes, padded=True)]
+    uneven = [each for each in found if not is_valid(shape, each, mesh.sizes)]
+    pairs = [(a, b) for a in found for b in found if (a in uneven or b in uneven) and is_reachable(a, b)]
+    assert pairs
+
+    for before, after in random.Random(0).sample(pairs, min(len(pairs), 60)):
+        made = moved(whole, before, after, mesh)
+
+        plain = tuple(Replicate() if isinstance(p, Partial) else p for p in after)
+        for rank in range(mesh.world_size):
+            name = f"{[*map(short, before)]} -> {[*map(short, after)]} on rank {rank}"
+            assert made[rank].shape == local_shape(shape, after, mesh.sizes), name
+            own = chunk(whole, plain, mesh, rank)
+            held = total(made, after, mesh, rank)
+            for dim, length in enumerate(own.shape):
+                held = held.narrow(dim, 0, length)
+            assert torch.equal(held, own), name
 
 
 @pytest.mark.parametrize("reduce", ["sum", "avg", "max", "min"])
