@@ -11,6 +11,7 @@ from autopar.costs.liveness import local_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Shard, local_outer, local_shape
 from autopar.ir.reshard import Step
+from autopar.ir.roles import order_of
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 from autopar.ir.tensor import TensorMeta
@@ -80,15 +81,7 @@ def gather_bytes(graph: Graph, producer: Op, steps: Sequence[Step], meta: Tensor
 
 def dim_in_memory(graph: Graph, op: Op, dim: int) -> int:
     """Return which dimension of the value that an operator transposes, or its like, one of its result's is."""
-    while op.kind == "call" and op.target in {"aten.t.default", "aten.transpose.int", "aten.permute.default"}:
-        meta = op.outputs[0]
-        dims = len(meta.shape) if meta is not None else 0
-        order = list(range(dims))
-        if op.target == "aten.permute.default":
-            order = [int(each) % dims for each in op.args[1]]  # type: ignore[union-attr, arg-type]
-        elif dims > 1:
-            a, b = (int(each) % dims for each in op.args[1:3]) if len(op.args) > 1 else (0, 1)  # type: ignore[arg-type]
-            order[a], order[b] = b, a
+    while (order := order_of(op)) is not None:
         dim = order[dim]
         op = graph.by_name[op.refs[0].op]
     return dim

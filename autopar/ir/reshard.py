@@ -57,9 +57,12 @@ class Step:
         """Return the elements of the larger of the local tensors before and after it.
 
         That is the reduced buffer of an all_reduce, the gathered one of an all_gather,
-        the whole input of a reduce_scatter, the local buffer of an all_to_all.
+        the whole input of a reduce_scatter, the local buffer of an all_to_all; with padding.
         """
-        return max(math.prod(local_shape(shape, layout, sizes)) for layout in (self.before, self.after))
+        before, after = (math.prod(local_shape(shape, layout, sizes)) for layout in (self.before, self.after))
+        if self.kind == "all_gather":
+            return before * sizes[self.axis]
+        return after * sizes[self.axis] if self.kind == "reduce_scatter" else max(before, after)
 
 
 class NoRouteError(ValueError):

@@ -27,6 +27,8 @@ CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"
 
 _SUMS = frozenset({"aten.add.Tensor"})
 
+_PERMUTES = frozenset({"aten.t.default", "aten.transpose.int", "aten.permute.default"})
+
 LAST_STEPS = frozenset(
     f"aten.{name}"
     for name in ("_to_copy.default", "t.default", "transpose.int", "view.default", "reshape.default", "permute.default")
@@ -37,6 +39,20 @@ LAST_STEPS = frozenset(
 def is_view(op: Op) -> bool:
     """Return whether the operator's outputs share the memory of its first input."""
     return op.target in VIEWS
+
+
+def order_of(op: Op) -> tuple[int, ...] | None:
+    """Return which dimension of its input each of a transposed or permuted value is; `None` of other operators."""
+    if op.target not in _PERMUTES or op.outputs[0] is None:
+        return None
+    dims = len(op.outputs[0].shape)
+    if op.target == "aten.permute.default":
+        return tuple(int(each) % dims for each in op.args[1])  # type: ignore[union-attr, arg-type]
+    order = list(range(dims))
+    if dims > 1:
+        a, b = (int(each) % dims for each in op.args[1:3]) if len(op.args) > 1 else (0, 1)  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    return tuple(order)
 
 
 @once_per_graph

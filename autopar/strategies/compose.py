@@ -31,7 +31,7 @@ from autopar.strategies.experts import by_experts, experts
 from autopar.strategies.following import follow_batch, follow_tokens
 from autopar.strategies.in_time import follow_in_time
 from autopar.strategies.nesting import fits_mesh
-from autopar.strategies.padding import with_padding
+from autopar.strategies.padding import may_be_padded, with_padding
 from autopar.strategies.regions import region
 
 Role = Literal["free", "batch", "tensor", "time", "expert", "sequence"]
@@ -97,7 +97,6 @@ def compose(
         unknown.update(missing)
         per_axis.append(found)
     settled = _small_tables(graph)
-    cast = {op.name for op in reps if op.target in CASTS} & (parameter_like(graph) | gradient_like(graph))
     products: dict[tuple[object, ...], tuple[MeshStrategy, ...]] = {}
     of: dict[str, tuple[MeshStrategy, ...]] = {}
     for op in reps:
@@ -106,7 +105,7 @@ def compose(
             found[op.name][:1] if op.name in settled and axis.role != "time" else found[op.name]
             for axis, found in zip(axes, per_axis, strict=True)
         )
-        may_pad = op.kind == "parameter" or op.name in cast
+        may_pad = may_be_padded(graph, op)
         key = (op.target, _shape_of_args(op), metas, op.outputs, options, may_pad)
         if key not in products:
             products[key] = _product(op, options, metas, sizes, may_pad)

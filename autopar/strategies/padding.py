@@ -1,6 +1,6 @@
 """Splits of parameters, and of their gradients, that the ranks of an axis do not divide: padded shards.
 
-Only what a program starts from and ends with is padded, and what casts it: all else works on even parts.
+Only what a program starts from and ends with is padded, and what casts or transposes it: all else works on even parts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Shard, is_valid
-from autopar.ir.roles import CASTS, gradient_like, parameter_like
+from autopar.ir.roles import CASTS, gradient_like, order_of, parameter_like
 from autopar.ir.strategy import Strategy
 
 _TOLERATED = 1 / 8
@@ -23,19 +23,33 @@ def with_padding(
 
     With `beside_experts`, the first dimension of stacked matrices is left to the axis that splits experts.
     """
-    ends = gradient_like(graph)
-    starts = parameter_like(graph)
     more = dict(found)
+    shards: dict[str, Shard] = {}
     for op in reps:
         meta = op.outputs[0] if op.outputs else None
-        casts = op.target in CASTS and (op.name in starts or op.name in ends)
-        if meta is None or not (op.kind == "parameter" or casts):
+        if meta is None or not may_be_padded(graph, op):
             continue
-        first = int(beside_experts and len(meta.shape) > 2)
-        shard = padded_shard(meta.shape, size, first)
-        if shard is not None:
-            more[op.name] = (*found[op.name], Strategy((shard,) * len(op.refs), (shard,)))
+        of = [graph.representative(ref.op) for ref in op.refs]
+        taken = shards.get(of[0]) if of else None
+        if taken is None:
+            # A gradient is scattered to where its parameter is: of the same shape, if nothing transposes it yet.
+            taken = padded_shard(meta.shape, size, int(beside_experts and len(meta.shape) > 2))
+            made = taken if order_of(op) is None else None
+        else:
+            order = order_of(op)
+            made = taken if order is None else Shard(order.index(taken.dim))
+        if taken is not None and made is not None:
+            shards[op.name] = made
+            more[op.name] = (*found[op.name], Strategy((taken,) * len(op.refs), (made,)))
     return more
+
+
+def may_be_padded(graph: Graph, op: Op) -> bool:
+    """Return whether an operator makes a parameter or gradient that may be padded."""
+    if op.kind == "parameter":
+        return True
+    moves = len(op.refs) == 1 and (op.target in CASTS or order_of(op) is not None)
+    return moves and (op.name in parameter_like(graph) or op.name in gradient_like(graph))
 
 
 def padded_shard(shape: Sequence[int], size: int, first: int = 0) -> Shard | None:

@@ -18,6 +18,8 @@ from cost_models.cluster import ClusterSpec
 PLANS = [
     ("llama", "cpu:4", {"tp": 2}),
     ("llama", "cpu:4", {"dp_shard": 4, "zero": 3, "recompute": "full"}),
+    ("llama", "cpu:3", {"dp_shard": 3, "zero": 3}),
+    ("bert", "cpu:6", {"dp_shard": 3, "tp": 2, "zero": 3}),
     ("gpt2", "cpu:4", {"tp": 4}),
     ("bert", "cpu:2x2", {"dp_shard": 2, "tp": 2, "pp": 1, "microbatch": 4}),
     ("t5", "cpu:2", {"tp": 2}),
@@ -31,9 +33,10 @@ PLANS = [
 
 @pytest.mark.parametrize(("name", "cluster", "fix"), PLANS)
 def test_emitted_collectives_are_the_priced_ones(name: str, cluster: str, fix: dict[str, object]) -> None:
-    model, batch = tiny(name)
+    spec = ClusterSpec.parse(cluster)
+    model, batch = tiny(name, batch=2 * spec.device_count)
     captured = capture(model, batch)
-    plan = plan_captured(captured, name, ClusterSpec.parse(cluster), PlanOptions.parse(fix=fix), Silent())
+    plan = plan_captured(captured, name, spec, PlanOptions.parse(fix=fix), Silent())
     if plan.decisions.recompute:
         captured = recomputed(captured, {"*": "full"})
 
