@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from autopar.ir.plan import Plan
     from autopar.options import PlanOptions
     from autopar.runtime.clipping import clip_grad_norm_
+    from autopar.runtime.consolidated import full_state_dict
     from cost_models.cluster import ClusterSpec
 
 _HOME = {
     "clip_grad_norm_": "autopar.runtime.clipping",
     "compile": "autopar.api",
+    "full_state_dict": "autopar.runtime.consolidated",
     "input_part": "autopar.api",
     "plan": "autopar.api",
     "ClusterSpec": "cost_models.cluster",
@@ -64,6 +66,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "compile",
+    "full_state_dict",
     "input_part",
     "plan",
 ]

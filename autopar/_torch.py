@@ -61,11 +61,13 @@ __all__ = [
     "gloo_with_threads",
     "group_named",
     "group_timeout",
+    "is_dtensor",
     "is_registered_node",
     "keeps_graph",
     "local_of",
     "norm_of_many",
     "put_before_norm_of_many",
+    "put_before_number_of_dtensor",
     "pytree",
     "recorded_side_effects",
     "storage_key",
@@ -196,11 +198,35 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor; without importing DTensors, and fast for plain ones."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "_local_tensor")
+
+
 def allow_plain_beside_dtensor() -> None:
     """Let operators take plain tensors beside DTensors, as replicated ones, from now on."""
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._allow_implicit_replication = True
+
+
+def put_before_number_of_dtensor(read: Callable[[Any], None]) -> None:
+    """Let `read(tensor)` look at every DTensor of which a number is read (`item`, `float`, `bool`), from now on.
+
+    Torch then reads the rank's own part, as it always does.
+    """
+    from torch.distributed.tensor import DTensor
+
+    operator = torch.ops.aten._local_scalar_dense.default
+
+    def handler(_operator: object, args: tuple[Any, ...], _kwargs: object) -> Any:
+        read(args[0])
+        return operator(local_of(args[0]))
+
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = getattr(dispatcher, "_custom_op_handlers", None)
+    if handlers is not None:
+        handlers[operator] = handler
 
 
 def norm_of_many() -> Callable[..., Any]:

@@ -38,6 +38,7 @@ from autopar.runtime.profiling import StepProfiler, ranges
 from autopar.runtime.staged_program import PipelinedProgram, names_on_rank
 from autopar.runtime.step import Backend
 from autopar.runtime.waiting import hold_whole, plain_copy, require_values, take_over
+from autopar.runtime.whole import plain_arguments
 from autopar.suggest import did_you_mean
 from cost_models.cluster import ClusterSpec
 
@@ -48,6 +49,7 @@ PROFILE_VARIABLE = "AUTOPAR_PROFILE"
 """Environment variable by which `autopar run --profile` names the folder for measured timelines."""
 
 _INPUTS = ("global", "local")
+_OUTPUTS = ("parts", "whole")
 _BACKENDS = ("eager", "inductor")
 _FOLLOW_LIMIT_S = 20.0
 """Seconds that the search for an evaluation program may take while a job waits."""
@@ -62,6 +64,7 @@ def compile_model(
     plan: Plan | str | Path | None = None,
     init_fn: InitFn | None = None,
     inputs: str = "global",
+    outputs: str = "parts",
     backend: str | Backend = "eager",
     device: str | torch.device | None = None,
     progress: Progress | None = None,
@@ -71,7 +74,9 @@ def compile_model(
 
     `example_inputs` is the global batch, a tuple or a dict; every rank passes the whole batch to every call
     and gets the global loss. Without it, planning waits for the first call. With `inputs="local"` every rank passes
-    only its own part (`autopar.input_part` says which), for loaders that already split. `plan` (a `Plan` or a file;
+    only its own part (`autopar.input_part` says which), for loaders that already split. Outputs that the plan splits
+    are DTensors, with stages on the ranks that make them; with `outputs="whole"` they are gathered at every call,
+    plain tensors on all ranks, as losses always are. `plan` (a `Plan` or a file;
     also the variable AUTOPAR_PLAN, which `autopar run` sets) replaces the search. Every rank gets rank 0's plan.
     `init_fn(module)` initialises modules whose parameters are on meta. Options are those of `autopar plan`.
 
@@ -83,6 +88,10 @@ def compile_model(
     if inputs not in _INPUTS:
         raise UsageError(
             f"inputs={inputs!r} is unknown{did_you_mean(inputs, _INPUTS)}; inputs are {', '.join(_INPUTS)}"
+        )
+    if outputs not in _OUTPUTS:
+        raise UsageError(
+            f"outputs={outputs!r} is unknown{did_you_mean(outputs, _OUTPUTS)}; outputs are {', '.join(_OUTPUTS)}"
         )
     if inputs == "local" and example_inputs is None:
         raise UsageError(
@@ -99,7 +108,9 @@ def compile_model(
         else None
     )
     ranks = Ranks.join(device or _device_type(spec))
-    job = Job(model, spec, ranks, parsed, init_fn, backend, progress or Silent(), given, inputs == "local")
+    job = Job(
+        model, spec, ranks, parsed, init_fn, backend, progress or Silent(), given, inputs == "local", outputs == "whole"
+    )
     if example_inputs is not None:
         return job.build(job.capture(example_inputs, training=model.training))
     if given is not None:
@@ -134,6 +145,9 @@ class Job:
     plan: Plan | None
     local: bool
     """Whether each rank brings its own part of the batch to a call."""
+
+    whole_outputs: bool
+    """Whether each rank gets all outputs, as plain tensors."""
 
     _split: tuple[str, ...] = field(init=False, default=())
     _captured: dict[tuple[bool, bool], Captured] = field(init=False, default_factory=dict)
@@ -195,11 +209,10 @@ class Job:
             pipeline=pipeline,
             profiler=profiler,
             autocast=self._autocast(plan),
+            whole_outputs=self.whole_outputs,
+            introduce=(see_all_stages, try_optimizers),
         )
-        made = compiled(self.model, runner, init_fn=self.init_fn, names=names)
-        see_all_stages(made)
-        try_optimizers(made)
-        return made
+        return compiled(self.model, runner, init_fn=self.init_fn, names=names)
 
     def _autocast(self, plan: Plan) -> torch.dtype | None:
         """Return the type to which the plan's programs cast; `None` if they do not."""
@@ -392,6 +405,7 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
         hold_whole(waiting, job.ranks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = plain_arguments(args, kwargs)
         job.model = plain_copy(self, model)
         built = job.build(job.capture(_as_example(args, kwargs), training=self.training))
         take_over(self, built)

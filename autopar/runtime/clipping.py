@@ -21,6 +21,7 @@ from torch import nn
 from autopar._torch import local_of, norm_of_many, put_before_norm_of_many, storage_key
 from autopar.runtime.errors import group_lost, some_gradients_of_stages
 from autopar.runtime.module import Runner, runner_of
+from autopar.runtime.whole import whole_here
 
 _STAGED: WeakSet[nn.Module] = WeakSet()
 """Compiled models of which this rank holds only some stages."""
@@ -60,10 +61,17 @@ def clip_grad_norm_(
 
 
 def see_all_stages(model: nn.Module) -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` and `get_total_norm` see all stages of a compiled model from now on."""
+    """Let `torch.nn.utils.clip_grad_norm_` and `get_total_norm` see all stages of a compiled model from now on.
+
+    Of gradients that are DTensors on its mesh they then return the whole norm, a plain tensor as on one device.
+    """
     runner = runner_of(model)
-    if runner is not None and runner.pipeline is not None and runner.pipeline.depth > 1:
+    if runner is None:
+        return
+    staged = runner.pipeline is not None and runner.pipeline.depth > 1
+    if staged:
         _STAGED.add(model)
+    if staged or runner.groups.mesh.axes:
         put_before_norm_of_many(_of_all_stages)
 
 
@@ -85,7 +93,7 @@ def _of_all_stages(own: Callable[..., Any]) -> Callable[..., Any]:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         found = _parts(given)
         if not found or (len(given) == 1 and not found[0].whole):
-            return own(given, norm_type, error_if_nonfinite, foreach)
+            return whole_here(own(given, norm_type, error_if_nonfinite, foreach))
         for part in found:
             if not part.whole:
                 raise some_gradients_of_stages(len(part.places), part.held)

@@ -117,6 +117,32 @@ def input_differs(path: str, wanted: TensorMeta, local: tuple[int, ...], got: Te
     )
 
 
+def input_not_graded(path: str) -> InputMismatchError:
+    """Return the error for an input that is to get a gradient, where the program computes none for it."""
+    return InputMismatchError(
+        f"argument {path} requires a gradient, and the plan was made for one that requires none: its gradient would be "
+        "lost; plan with example_inputs in which it requires one (x.requires_grad_()), or pass it detached if no "
+        "gradient is wanted"
+    )
+
+
+def compiled_not_pickled(kind: str) -> UsageError:
+    """Return the error for a compiled model that is to be pickled, as `torch.save` of a whole model does."""
+    return UsageError(
+        f"a compiled {kind} cannot be pickled: its programs belong to this process and its ranks. Save its "
+        "state_dict() instead: with torch.distributed.checkpoint, or on one rank what autopar.full_state_dict(model) "
+        "returns, called on all ranks"
+    )
+
+
+def number_of_part(placements: str) -> UsageError:
+    """Return the error for a number read of a DTensor that no rank holds whole."""
+    return UsageError(
+        f"a number is read of a DTensor held as {placements}: this rank has its own part or term of it, not the whole. "
+        "Call full_tensor() on it first, on all ranks, or compile with outputs='whole', which returns plain tensors"
+    )
+
+
 def message_lost(peer: int, stage: int, value: str, action: str, cause: str, *, sending: bool) -> PeerLostError:
     """Return the error for a tensor that did not get from or to another rank of the pipeline."""
     what = f"take {value!r}, made in the {action}" if sending else f"send {value!r}, needed for the {action}"
@@ -210,10 +236,21 @@ def generators_drifted() -> RanksDisagreeError:
     )
 
 
-def trained_differs(name: str, *, now: bool) -> InputMismatchError:
-    """Return the error for a parameter frozen or unfrozen after planning."""
-    state = "requires a gradient now, and was frozen" if now else "is frozen now, and required a gradient"
-    return InputMismatchError(f"parameter {name} {state} when the plan was made; compile the model again")
+def unfrozen(name: str) -> InputMismatchError:
+    """Return the error for a parameter that was frozen when the plan was made and is to be trained."""
+    return InputMismatchError(
+        f"parameter {name} requires a gradient now, and was frozen when the plan was made: the program computes "
+        "none for it. Compile the model while everything that is ever trained requires a gradient, and freeze "
+        "parameters of the compiled model afterwards: these may be frozen and unfrozen between steps"
+    )
+
+
+def frozen_since(names: Sequence[str]) -> str:
+    """Return the warning about parameters that were frozen after planning."""
+    return (
+        f"{len(names)} parameters were frozen after planning ({_some(names)}): they are not trained, and their "
+        "gradients are computed all the same; to save that, compile a model in which they are frozen"
+    )
 
 
 def mode_differs(name: str, *, now: bool) -> InputMismatchError:
@@ -267,6 +304,11 @@ _LOST = (
     "it has stopped, or is slower than the process group's timeout: see its own output. A longer timeout is given to "
     "torch.distributed.init_process_group(timeout=...)"
 )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _first_line(text: str) -> str:

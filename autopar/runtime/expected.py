@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.ir.tensor import TensorMeta
-from autopar.runtime.errors import input_differs
+from autopar.runtime.errors import input_differs, input_not_graded
 from autopar.runtime.program import Call
 
 
@@ -20,17 +20,24 @@ class Expected:
     local: Sequence[tuple[torch.Size, torch.dtype]]
     """Of this rank's part."""
 
-    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether the tensors have the planned shapes and dtypes."""
+    def matches(self, tensors: Sequence[torch.Tensor], *, grad: bool) -> bool:
+        """Return whether `mismatch` has nothing to say."""
         return all(
-            tensor.shape == shape and tensor.dtype is dtype
-            for tensor, (shape, dtype) in zip(tensors, self.local, strict=True)
+            tensor.shape == shape
+            and tensor.dtype is dtype
+            and (not grad or not tensor.requires_grad or wanted.requires_grad)
+            for tensor, (shape, dtype), wanted in zip(tensors, self.local, self.call.tensors, strict=True)
         )
 
-    def mismatch(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
-        """Return the error for the first tensor of another shape or dtype than planned."""
+    def mismatch(self, tensors: Sequence[torch.Tensor], *, grad: bool) -> Exception | None:
+        """Return the error for the first tensor of another shape or dtype than planned.
+
+        With `grad` also for one that is to get a gradient which the program does not compute.
+        """
         for tensor, (shape, dtype), wanted in zip(tensors, self.local, self.call.tensors, strict=True):
             if tensor.shape != shape or tensor.dtype is not dtype:
                 got = TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
                 return input_differs(wanted.path, wanted.meta, tuple(shape), got)
+            if grad and tensor.requires_grad and not wanted.requires_grad:
+                return input_not_graded(wanted.path)
         return None

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import nn
 
-from autopar._torch import allow_plain_beside_dtensor, dtensor_of, local_of
+from autopar._torch import allow_plain_beside_dtensor, dtensor_of, is_dtensor, local_of
 from autopar.errors import InputMismatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
-from autopar.runtime.errors import autocast_differs, mode_differs, not_compiled
+from autopar.runtime.errors import autocast_differs, compiled_not_pickled, mode_differs, not_compiled
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.pipeline import StagedBound
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -31,6 +32,7 @@ from autopar.runtime.program import Program
 from autopar.runtime.ranks import Groups, Ranks
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, Bound
+from autopar.runtime.whole import plain_arguments, refuse_numbers_of_parts
 
 ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program | PipelinedProgram]
 """`program_for(training, grad, args, kwargs)`: the program for a mode and a form of call; asked once for each."""
@@ -46,7 +48,8 @@ class Runner:
     in that mode; in other modes each new form of call gets a program of its own. `batch` is the layout of the batch
     that ranks bring to a call in parts. `pipeline` is the place of this rank where programs are
     `PipelinedProgram`s; the decisions' mesh is then that of one pipeline rank. `autocast` is the type that programs
-    cast to, `None` where they do not.
+    cast to, `None` where they do not. With `whole_outputs` every rank gets all outputs, as plain tensors. `introduce`
+    are functions that are to know each module which runs the programs: the compiled one, and copies of it.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Runner:
         pipeline: PipelineRanks | None = None,
         profiler: StepProfiler | None = None,
         autocast: torch.dtype | None = None,
+        whole_outputs: bool = False,
+        introduce: Sequence[Callable[[nn.Module], None]] = (),
     ) -> None:
         self._profiler = profiler
         self._autocast = autocast
@@ -75,13 +80,21 @@ class Runner:
         self.part = _part(self.decisions.mesh, batch, self.groups.rank)
         self._program_for = program_for
         self._planned = planned
-        self._backend = {} if backend is None else {"backend": backend}
+        self._how: dict[str, Any] = {"whole_outputs": whole_outputs}
+        if backend is not None:
+            self._how["backend"] = backend
         self._known: dict[tuple[bool, bool], list[Bound | StagedBound]] = {}
         self._readers: dict[tuple[Any, ...], tuple[Bound | StagedBound, Reader]] = {}
+        self._unbound: dict[tuple[bool, bool], list[Program | PipelinedProgram]] = {}
+        self._introduce = introduce
         self.held_before: frozenset[str] = frozenset()
         """Names of the parameters here that an earlier pipeline rank holds too."""
-        if self.groups.mesh.axes:
+        meshes = [self.groups.device_mesh] if self.groups.mesh.axes else []
+        if pipeline is not None:
+            meshes += pipeline.meshes
+        if meshes:
             allow_plain_beside_dtensor()
+            refuse_numbers_of_parts(meshes)
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what `model(*args, **kwargs)` would.
@@ -99,8 +112,9 @@ class Runner:
         if known is not None:
             bound, reader = known
             tensors = reader.read(args, kwargs)
-            if tensors is not None and bound.expected.matches(tensors):
+            if tensors is not None and bound.expected.matches(tensors, grad=grad):
                 return self._run(bound, tensors, grad=grad)
+        args, kwargs = plain_arguments(args, kwargs)
         bound, tensors = self._find(model, mode, args, kwargs)
         made = Reader.of(bound, args, kwargs)
         if made is not None:
@@ -115,6 +129,22 @@ class Runner:
     def watch(self, called: nn.Module) -> None:
         """Note that it is `called` that is called, and has the modes that count; it is not kept alive."""
         self._modules = tuple(ref(each) for each in called.modules())
+
+    def introduce(self, model: nn.Module) -> None:
+        """Let whoever must know the modules that run these programs know this one."""
+        for each in self._introduce:
+            each(model)
+
+    def for_copy(self, copied: nn.Module) -> Runner:
+        """Return the runner of a deep copy of the module: the same programs, on the copy's tensors."""
+        made = copy.copy(self)
+        made._known, made._readers = {}, {}
+        made._unbound = {mode: [each.program for each in bound] for mode, bound in self._known.items()}
+        for mode, programs in self._unbound.items():
+            made._unbound.setdefault(mode, []).extend(programs)
+        made.watch(copied)
+        made.introduce(copied)
+        return made
 
     def _check_modes(self) -> None:
         """Raise where a module trains that did not when the program was captured, or the reverse."""
@@ -157,6 +187,7 @@ class Runner:
     ) -> tuple[Bound | StagedBound, list[torch.Tensor]]:
         """Return the program for a call, made now if this mode may have a new one, and the call's tensors."""
         found = self._known.setdefault(mode, [])
+        found += [self._bind(program, model) for program in self._unbound.pop(mode, ())]
         problem: Exception | None = None
         for bound in found:
             try:
@@ -164,7 +195,7 @@ class Runner:
             except InputMismatchError as error:
                 problem = error
                 continue
-            problem = bound.expected.mismatch(tensors)
+            problem = bound.expected.mismatch(tensors, grad=mode[1])
             if problem is None:
                 return bound, tensors
         if problem is not None and mode == self._planned:
@@ -172,7 +203,7 @@ class Runner:
         program = self._program_for(*mode, args, kwargs)
         bound = self._bind(program, model)
         tensors = bound.flatten(args, kwargs)
-        problem = bound.expected.mismatch(tensors)
+        problem = bound.expected.mismatch(tensors, grad=mode[1])
         if problem is not None:
             raise problem
         found.append(bound)
@@ -182,12 +213,12 @@ class Runner:
         if isinstance(program, PipelinedProgram):
             if self.pipeline is None:
                 raise RuntimeError("a program of several stages or micro-batches needs `pipeline`")
-            return StagedBound(program, model, self.pipeline, **self._backend)
+            return StagedBound(program, model, self.pipeline, **self._how)
         self.ranks.agree("order of collectives", _order(program))
         if self._profiler is not None:
             programs = (program.local.forward, program.local.backward_without(()))
             self._profiler.know(*(each for each in programs if each is not None))
-        return Bound(program, model, self.groups, self.ranks, **self._backend)
+        return Bound(program, model, self.groups, self.ranks, **self._how)
 
 
 def _part(mesh: Mesh, batch: Layout | None, rank: int) -> tuple[int, int]:
@@ -244,10 +275,10 @@ class Reader:
         return cls([places[id(each)] for each in seen]) if len(seen) == len(stand_ins) else None
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
-        """Return the tensors in the program's order; `None` if something else is among them."""
+        """Return the tensors in the program's order; `None` if something else, or a DTensor, is among them."""
         given = (*args, *kwargs.values())
         for each in given:
-            if not isinstance(each, torch.Tensor):
+            if not isinstance(each, torch.Tensor) or is_dtensor(each):
                 return None
         return given if self._order is None else [given[i] for i in self._order]
 
@@ -276,6 +307,7 @@ def compiled(
         told = runner.ranks.gather([name for name, _ in copied.named_parameters()])
         before = (rank for block in runner.pipeline.blocks[: runner.pipeline.index] for rank in block)
         runner.held_before = frozenset(name for rank in before for name in told[rank])
+    runner.introduce(copied)
     return copied
 
 
@@ -340,8 +372,21 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         """Load a state dict, of DTensors or of whole tensors as the single-device model saves them."""
         return kind.load_state_dict(self, distributed(self, state_dict), strict=strict, assign=assign)
 
-    told = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {"forward": forward, "load_state_dict": load_state_dict, **told})
+    def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy with tensors of its own, run by the same programs; all ranks must make it."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({k: v if k == _ATTRIBUTE else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        runner: Runner = self.__dict__[_ATTRIBUTE]
+        made.__dict__[_ATTRIBUTE] = runner.for_copy(made)
+        return made
+
+    def refuse_pickle(self: nn.Module, _protocol: Any) -> NoReturn:
+        raise compiled_not_pickled(kind.__name__)
+
+    own = {"forward": forward, "load_state_dict": load_state_dict, "__deepcopy__": deep_copy}
+    told = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": refuse_pickle}
+    return type(kind.__name__, (kind,), {**own, **told})
 
 
 def distributed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.ir.placement import Layout, Shard
+from autopar.runtime.consolidated import spread_state
 from autopar.runtime.errors import optimizer_differs, optimizer_fails, optimizer_joins_parameters
 from autopar.runtime.module import Runner, runner_of
 from autopar.runtime.parameters import distributed_from
@@ -86,6 +87,8 @@ def _try_on_all(optimizer: Optimizer, *, closure: bool) -> bool:
         named = {name: each for name, each in model.named_parameters() if id(each) in stepped}
         if runner is None or runner.ranks.world_size == 1 or not named:
             continue
+        spread_state(optimizer, named, runner)
+        optimizer.register_load_state_dict_post_hook(functools.partial(spread_state, named=named, runner=runner))
         remake, kind = _remake(optimizer, closure=closure), type(optimizer).__name__
         stand_ins = _stand_ins(runner, named)
         _TRIED.add(optimizer)

@@ -7,6 +7,7 @@ gradients by the tangent that arrives and hands them over. So the user's loop is
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +24,13 @@ from autopar.runtime.errors import (
     PeerLostError,
     batch_not_divisible,
     constant_on_meta,
+    frozen_since,
     gradient_not_planned,
     no_single_loss,
     own_failure,
     peer_failed,
     pipeline_stopped,
-    trained_differs,
+    unfrozen,
 )
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.expected import Expected
@@ -45,13 +47,20 @@ from autopar.runtime.seeds import Seeds
 from autopar.runtime.stage_run import StageRun, Take
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, rebuilder
+from autopar.runtime.whole import whole
 
 
 class StagedBound:
     """A staged program whose operators, groups, parameters, messages and layouts are looked up already."""
 
     def __init__(
-        self, program: PipelinedProgram, model: nn.Module, pipeline: PipelineRanks, backend: Backend = compile_graph
+        self,
+        program: PipelinedProgram,
+        model: nn.Module,
+        pipeline: PipelineRanks,
+        backend: Backend = compile_graph,
+        *,
+        whole_outputs: bool = False,
     ) -> None:
         """Bind `program` to `model`, whose parameters are placed; all ranks must call this.
 
@@ -63,7 +72,9 @@ class StagedBound:
         self.rebuild = rebuilder(program.result, len(program.staged.outputs))
         self._pipeline = pipeline
         self._backend = backend
+        self._whole_outputs = whole_outputs
         self._stopped = ""
+        self._warned = False
         self._programs: list[Callable[..., Any]] = []
         self.events: Sequence[Event] = ()
         """When this rank computed what in its last step, as the host saw it; `time.perf_counter` is its clock."""
@@ -182,7 +193,7 @@ class StagedBound:
             totals=totals,
             seeding=program.seeding,
             seeds=Seeds(program.seeding, pipeline.ranks) if draws and program.seeding is not None else None,
-            outputs=Outputs(program, pipeline, makers),
+            outputs=Outputs(program, pipeline, makers, whole=self._whole_outputs),
             tied=tied,
             graded_inputs=[start.name for start in self._graded_inputs],
             one=self._unit_tangent(),
@@ -201,7 +212,7 @@ class StagedBound:
 
         Raises:
             PeerLostError: another rank stopped.
-            InputMismatchError: a parameter was frozen or unfrozen since the plan was made.
+            InputMismatchError: a parameter is to be trained that was frozen when the plan was made.
         """
         if self._stopped:
             raise pipeline_stopped(self._stopped)
@@ -211,13 +222,27 @@ class StagedBound:
             return self.rebuild(outputs)
         held = self._held()
         trained = self._trained if self.program.trained is None else self.program.trained
+        frozen = []
         for start in self._parameters:
             if held[start.name].requires_grad is not (start.name in trained):
-                raise trained_differs(start.target, now=start.name not in trained)
+                if start.name not in trained:
+                    raise self._refused(unfrozen(start.target))
+                frozen.append(start.target)
+        if frozen and not self._warned:
+            self._warned = True
+            warnings.warn(frozen_since(frozen), stacklevel=2)
         graded = [held[start.name] for start in self._graded]
         graded += [tensors[start.index] for start in self._graded_inputs]
         outputs = _PipelineStep.apply(self, tensors, self._anchor, *graded)  # type: ignore[no-untyped-call]
         return self.rebuild(outputs)
+
+    def _refused(self, error: Exception) -> Exception:
+        """Return an error before a step, which the ranks that wait for this one are told of."""
+        if self._pipeline.depth > 1:
+            stages = sorted(self._ways[False].stages)
+            told_of = own_failure(self._pipeline.ranks.rank, stages, None, f"{type(error).__name__}: {error}")
+            stop_notes.leave(self._pipeline.name, told_of)
+        return error
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {start.name: self._tables[start.name][0][self._tables[start.name][1]] for start in self._parameters}
@@ -282,6 +307,8 @@ class StagedBound:
             if grad is not None and place != self._loss:
                 raise gradient_not_planned(self.program.outputs[place].name)
         tangent = None if self._loss is None else grads[self._loss]
+        if tangent is not None:
+            tangent = whole(tangent)  # of a loss that the user adds DTensors to
         again = keeps_graph()
         held = self._held()
         specs = [getattr(held[start.name], "_spec", None) for start in self._graded]

@@ -18,17 +18,21 @@ from autopar.runtime.placing import dtensor_placements, own_part
 from autopar.runtime.program import Value
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import dense_strides
+from autopar.runtime.whole import whole
 
 
 class Outputs:
     """Puts a program's outputs together, step after step.
 
-    Scalars are on all ranks. A larger output is a DTensor on the ranks of the stage that makes it, others hold an empty
-    part of it; with one pipeline rank it is plain where every rank holds the whole.
+    Scalars are on all ranks, and with `whole` all outputs. Else a larger output is a DTensor on the ranks of the stage
+    that makes it, others hold an empty part of it; with one pipeline rank it is plain where every rank holds the whole.
     """
 
-    def __init__(self, program: PipelinedProgram, pipeline: PipelineRanks, rank_of: Mapping[str, int]) -> None:
+    def __init__(
+        self, program: PipelinedProgram, pipeline: PipelineRanks, rank_of: Mapping[str, int], *, whole: bool = False
+    ) -> None:
         """Take the pipeline rank that makes each output, by the output's name."""
+        self._whole = whole
         self._pipeline = pipeline
         self._rank_of = rank_of
         self._microbatches = program.schedule.microbatches
@@ -79,10 +83,12 @@ class Outputs:
                 continue
             parts = self._parts.pop(value.name, None)
             local = None if parts is None else parts[0] if len(parts) == 1 else self._stacked(value, parts)
-            if value.meta is not None and not value.meta.shape:
+            spec = self._specs[value.name]
+            if value.meta is not None and (not value.meta.shape or self._whole):
+                if local is not None and spec is not None:
+                    local = whole(dtensor_of(local, spec))
                 found.append(self._everywhere(value, local))
                 continue
-            spec = self._specs[value.name]
             if local is None:
                 local = torch.empty(0, dtype=_dtype(value), device=self._pipeline.ranks.device)
             found.append(local if spec is None else dtensor_of(local, spec))
@@ -115,11 +121,12 @@ class Outputs:
         return [] if self._brought == axes else axes
 
     def _everywhere(self, value: Value, local: torch.Tensor | None) -> torch.Tensor:
-        """Return a scalar of one stage on all ranks, in memory that no program knows."""
+        """Return an output of one stage on all ranks, in memory that no program knows."""
         if local is None:
-            local = torch.empty((), dtype=_dtype(value), device=self._pipeline.ranks.device)
+            shape = value.meta.shape if value.meta is not None else ()
+            local = torch.empty(shape, dtype=_dtype(value), device=self._pipeline.ranks.device)
         else:
-            local = local.clone()
+            local = local.clone(memory_format=torch.contiguous_format)
         if self._pipeline.depth > 1:
             source = self._pipeline.rank_at(self._rank_of[value.name])
             try:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar._torch import dtensor_of, dtensor_spec, keeps_graph, local_of
+from autopar._torch import dtensor_of, dtensor_spec, is_dtensor, keeps_graph, local_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Replicate, local_shape
-from autopar.runtime.errors import constant_on_meta, gradient_not_planned, trained_differs
+from autopar.runtime.errors import constant_on_meta, frozen_since, gradient_not_planned, unfrozen
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.expected import Expected
 from autopar.runtime.failures import told
@@ -22,6 +23,7 @@ from autopar.runtime.placing import dtensor_placements, room_of
 from autopar.runtime.program import Program, Result, Value
 from autopar.runtime.ranks import Groups, Ranks
 from autopar.runtime.seeds import Seeds
+from autopar.runtime.whole import whole
 
 Backend = Callable[..., Callable[..., Any]]
 
@@ -30,10 +32,18 @@ class Bound:
     """A program whose operators, groups, parameters and layouts are looked up already."""
 
     def __init__(
-        self, program: Program, model: nn.Module, groups: Groups, ranks: Ranks, backend: Backend = compile_graph
+        self,
+        program: Program,
+        model: nn.Module,
+        groups: Groups,
+        ranks: Ranks,
+        backend: Backend = compile_graph,
+        *,
+        whole_outputs: bool = False,
     ) -> None:
         self.program = program
         self._groups = groups
+        self._warned = False
         self._backend = backend
         self._mesh: Mesh = groups.mesh
         self.flatten = program.call.flatten
@@ -53,6 +63,7 @@ class Bound:
         self.saved_from = self.outputs + len(local.mutations)
         self._specs = [self._spec(each) for each in local.outputs]
         self.plain = not any(self._specs)
+        self._gathers = whole_outputs and not self.plain
         tangents = {each.name: i for i, each in enumerate(p for p in program.placeholders if p.kind == "tangent")}
         self._tangents = [start for start in program.placeholders if start.kind == "tangent"]
         by_path = {each.target: tangents[each.name] for each in self._tangents}
@@ -136,7 +147,7 @@ class Bound:
         """Run a step on a call's tensors; return the model's return value.
 
         Raises:
-            InputMismatchError: a parameter was frozen or unfrozen since the plan was made.
+            InputMismatchError: a parameter is to be trained that was frozen when the plan was made.
         """
         if grad:
             self._check_trained()
@@ -154,12 +165,18 @@ class Bound:
         else:
             with torch.no_grad():
                 outputs = self.run(given)[0]
-        return self.rebuild(outputs)
+        return self.rebuild([whole(each) for each in outputs] if self._gathers else outputs)
 
     def _check_trained(self) -> None:
+        frozen = []
         for place, table, key, trained in self._trained:
             if table[key].requires_grad is not trained:
-                raise trained_differs(self._names[place], now=not trained)
+                if not trained:
+                    raise unfrozen(self._names[place])
+                frozen.append(self._names[place])
+        if frozen and not self._warned:
+            self._warned = True
+            warnings.warn(frozen_since(frozen), stacklevel=2)
 
     def run(self, given: list[Any]) -> tuple[list[Any], list[torch.Tensor], Sequence[Any], int | None]:
         """Run forward on `given`, which becomes local tensors.
@@ -277,7 +294,9 @@ def rebuilder(result: Result, count: int) -> Callable[[Sequence[Any]], Any]:
 
 
 def _local_tangent(grad: torch.Tensor, spec: Any) -> torch.Tensor:
-    if spec is not None and getattr(grad, "_spec", None) is not None:
+    if spec is None:
+        grad = whole(grad)  # of a loss that the user adds DTensors to
+    elif is_dtensor(grad):
         if grad._spec.placements != spec.placements:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=spec.placements)  # type: ignore[attr-defined]
         grad = local_of(grad)

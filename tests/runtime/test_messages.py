@@ -59,8 +59,10 @@ CASES = {
         "and --fix pp=1",
     ),
     "trained": (
-        errors.trained_differs("head.weight", now=True),
-        "parameter head.weight requires a gradient now, and was frozen when the plan was made; compile the model again",
+        errors.unfrozen("head.weight"),
+        "parameter head.weight requires a gradient now, and was frozen when the plan was made: the program computes "
+        "none for it. Compile the model while everything that is ever trained requires a gradient, and freeze "
+        "parameters of the compiled model afterwards: these may be frozen and unfrozen between steps",
     ),
     "unknown parameters": (
         errors.parameters_differ(["x.weight"]),

@@ -1,0 +1,159 @@
+"""What users do with a compiled model as an object: deep copies, averages of weights, freezing, pickling."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import autopar
+from autopar.errors import InputMismatchError, UsageError
+from tests.support.ranks import RankPool
+
+FIXES = [{"dp_shard": 2}, {"pp": 2, "microbatch": 2}]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+class Layers(nn.Module):
+    """Layers and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(4, 6, generator=generator) for _ in range(3)]
+
+
+def _compiled(model: nn.Module, fix: dict[str, Any] | None) -> nn.Module:
+    if fix is None:
+        return model
+    return autopar.compile(copy.deepcopy(model), f"cpu:{2 if fix else 1}", example_inputs=(_batches()[0],), fix=fix)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    held = {name: each.detach() for name, each in model.named_parameters()}
+    return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in held.items()}
+
+
+def _close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(each, wanted[name], rtol=1e-4, atol=1e-6) for name, each in got.items())
+
+
+def averaged(_rank: int, fix: dict[str, Any]) -> tuple[bool, bool, float]:
+    """Return whether trained and averaged weights are those of one device, and the average's loss's difference."""
+    torch.manual_seed(0)
+    model, found = Layers(), []
+    for each in (_compiled(model, None), _compiled(model, fix)):
+        average = AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        for x in _batches():
+            each(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(each)
+        average.eval()
+        with torch.no_grad():
+            loss = average(_batches()[0]).item()
+        found.append((_state(each), _state(average.module), loss))
+    (trained, mean, loss), (my_trained, my_mean, my_loss) = found
+    return _close(my_trained, trained), _close(my_mean, mean), my_loss / loss - 1
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=str)
+def test_averages_of_weights_are_those_of_one_device(pool: RankPool, fix: dict[str, Any]):
+    for trained, mean, loss in pool.values(averaged, fix):
+        assert trained
+        assert mean
+        assert abs(loss) < 1e-5
+
+
+def copied_and_trained(_rank: int, fix: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether a copy made after a step trains as one device does, and leaves the original alone."""
+    torch.manual_seed(0)
+    model, found = Layers(), []
+    for each in (_compiled(model, None), _compiled(model, fix)):
+        each(_batches()[0])
+        twin = copy.deepcopy(each)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+        for x in _batches():
+            twin(x).backward()
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((_state(twin), _state(each)))
+    (twin_state, state), (my_twin_state, my_state) = found
+    return _close(my_twin_state, twin_state), _close(my_state, state)
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=str)
+def test_a_deep_copy_trains_by_itself(pool: RankPool, fix: dict[str, Any]):
+    for twin, original in pool.values(copied_and_trained, fix):
+        assert twin
+        assert original
+
+
+def frozen_and_unfrozen(_rank: int, fix: dict[str, Any]) -> bool:
+    """Return whether training is that of one device where the first layers are frozen for a step and then not."""
+    torch.manual_seed(0)
+    model, found = Layers(), []
+    for each in (copy.deepcopy(model), _compiled(model, fix)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5, weight_decay=0.1)
+        for step, x in enumerate(_batches()):
+            each.layers[:2].requires_grad_(step != 1)
+            each(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(_state(each))
+    return _close(found[1], found[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*frozen after planning")
+@pytest.mark.parametrize("fix", FIXES, ids=str)
+def test_layers_frozen_between_steps_stay_as_they_are(pool: RankPool, fix: dict[str, Any]):
+    assert all(pool.values(frozen_and_unfrozen, fix))
+
+
+def test_freezing_after_planning_is_told_once():
+    mine = _compiled(Layers(), {})
+    mine.layers[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"2 parameters were frozen .*\(layers\.0\.weight, layers\.0\.bias\)"):
+        mine(_batches()[0])
+
+    mine(_batches()[1]).backward()  # warnings are errors here: the second step has none
+    assert mine.layers[0].weight.grad is None
+    assert mine.layers[1].weight.grad is not None
+
+
+def test_unfreezing_what_was_frozen_is_refused_by_name():
+    model = Layers()
+    model.layers[0].requires_grad_(False)
+    mine = _compiled(model, {})
+    mine.requires_grad_(True)
+
+    with pytest.raises(InputMismatchError, match=r"layers\.0\.weight requires a gradient now, and was frozen"):
+        mine(_batches()[0])
+
+
+def test_a_compiled_model_is_not_pickled():
+    with pytest.raises(UsageError, match=r"a compiled Layers cannot be pickled.*state_dict\(\)"):
+        torch.save(_compiled(Layers(), {}), io.BytesIO())

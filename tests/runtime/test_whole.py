@@ -1,0 +1,188 @@
+"""DTensors where a single-device loop has tensors: outputs, losses made of them, and what other models are given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import autopar
+from autopar.errors import InputMismatchError, UsageError
+from tests.support.ranks import RankPool
+
+SPLITS = [{"dp_shard": 2}, {"tp": 2}]
+STAGES = {"pp": 2, "microbatch": 2}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+class Classifier(nn.Module):
+    """Layers that make logits, and with labels a loss beside them."""
+
+    def __init__(self, features: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(features, features) for _ in range(2))
+        self.head = nn.Linear(features, 6)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        """Return logits, or loss and logits."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        logits = self.head(x)
+        return logits if labels is None else (F.cross_entropy(logits, labels), logits)
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(8, 8, generator=generator), torch.randint(6, (8,), generator=generator)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _pair(example: Any, model: nn.Module | None = None, **how: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = model or Classifier()
+    return model, autopar.compile(copy.deepcopy(model), "cpu:2", example_inputs=example, **how)
+
+
+def _gradients_differ(model: nn.Module, mine: nn.Module) -> float:
+    """Return the largest relative difference of a gradient that this rank holds."""
+    wanted = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    held = {name: _whole(each.grad) for name, each in mine.named_parameters() if each.grad is not None}
+    return max(((held[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in held)
+
+
+def loss_outside(_rank: int, fix: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the loss, the difference of its value, and that of gradients, of a loss made of whole outputs."""
+    x, labels = _batch()
+    model, mine = _pair((x,), fix=fix, outputs="whole")
+    losses = [F.cross_entropy(each(x), labels, label_smoothing=0.1) for each in (model, mine)]
+    for loss in losses:
+        loss.backward()
+    return losses[1].item(), losses[1].item() - losses[0].item(), _gradients_differ(model, mine)
+
+
+@pytest.mark.parametrize("fix", SPLITS, ids=str)
+def test_a_loss_of_whole_outputs_and_its_gradients_are_those_of_one_device(pool: RankPool, fix: dict[str, Any]):
+    told = pool.values(loss_outside, fix)
+
+    assert told[0][0] == told[1][0]
+    for _, loss, gradients in told:
+        assert abs(loss) < 1e-6
+        assert gradients < 1e-5
+
+
+def metric(_rank: int, fix: dict[str, Any]) -> tuple[bool, float]:
+    """Return whether the logits beside a loss are plain, and the difference of their norm."""
+    model, mine = _pair(_batch(), fix=fix, outputs="whole")
+    (_, wanted), (_, got) = model(*_batch()), mine(*_batch())
+    return type(got) is torch.Tensor, (got.norm() / wanted.norm()).item() - 1
+
+
+@pytest.mark.parametrize("fix", [*SPLITS, STAGES], ids=str)
+def test_whole_outputs_beside_a_loss_are_plain_tensors_on_every_rank(pool: RankPool, fix: dict[str, Any]):
+    for plain, norm in pool.values(metric, fix):
+        assert plain
+        assert abs(norm) < 1e-6
+
+
+def number_of_a_part(_rank: int) -> float:
+    """Return the mean of logits of which this rank has a few rows."""
+    x, _ = _batch()
+    return _pair((x,), fix={"dp_shard": 2})[1](x).mean().item()
+
+
+def test_a_number_of_a_part_is_refused_with_the_way_out(pool: RankPool):
+    for outcome in pool.run(number_of_a_part):
+        assert outcome.kind == UsageError.__name__
+        assert "DTensor held as Partial(avg): this rank has its own part" in outcome.error
+        assert "outputs='whole'" in outcome.error
+
+
+def clipped(_rank: int, fix: dict[str, Any]) -> tuple[float, float]:
+    """Return the difference of the gradients' norm, read as a number, and that of the clipped gradients."""
+    model, mine = _pair(_batch(), fix=fix)
+    norms = []
+    for each in (model, mine):
+        each(*_batch())[0].backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1).item())
+    return norms[1] / norms[0] - 1, _gradients_differ(model, mine)
+
+
+@pytest.mark.parametrize("fix", SPLITS, ids=str)
+def test_the_norm_that_clipping_returns_is_that_of_the_whole_model(pool: RankPool, fix: dict[str, Any]):
+    for norm, gradients in pool.values(clipped, fix):
+        assert abs(norm) < 1e-5
+        assert gradients < 1e-5
+
+
+def penalised(_rank: int, fix: dict[str, Any]) -> float:
+    """Return the difference of gradients where the loop adds a penalty on the parameters to the loss."""
+    model, mine = _pair(_batch(), fix=fix)
+    for each in (model, mine):
+        (each(*_batch())[0] + 0.1 * sum(p.square().sum() for p in each.parameters())).backward()
+    return _gradients_differ(model, mine)
+
+
+@pytest.mark.parametrize("fix", [*SPLITS, STAGES], ids=str)
+def test_a_penalty_on_parameters_may_be_added_to_the_loss(pool: RankPool, fix: dict[str, Any]):
+    assert max(pool.values(penalised, fix)) < 1e-5
+
+
+def chained(_rank: int, fix: dict[str, Any]) -> tuple[float, float]:
+    """Return the differences of both models' gradients where one is given the other's outputs."""
+    x, labels = _batch()
+    torch.manual_seed(1)
+    body = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+    first, my_first = _pair((x,), body, fix=fix)
+    second, my_second = _pair((x.clone().requires_grad_(), labels), fix=fix)
+    for one, other in ((first, second), (my_first, my_second)):
+        other(one(x), labels)[0].backward()
+    return _gradients_differ(first, my_first), _gradients_differ(second, my_second)
+
+
+@pytest.mark.parametrize("fix", SPLITS, ids=str)
+def test_outputs_of_one_compiled_model_are_inputs_of_another(pool: RankPool, fix: dict[str, Any]):
+    for differences in pool.values(chained, fix):
+        assert max(differences) < 1e-5
+
+
+def test_an_input_whose_gradient_no_program_computes_is_refused_by_name():
+    x, labels = _batch()
+    mine = autopar.compile(Classifier(), "cpu:1", example_inputs=(x, labels))
+    graded = x.clone().requires_grad_()
+
+    with pytest.raises(InputMismatchError, match=r"argument x requires a gradient.*would be lost.*requires_grad_"):
+        mine(graded, labels)
+    with torch.no_grad():
+        mine(graded, labels)
+    mine.eval()(graded, labels)[0].backward()  # in evaluation each form of call has a program
+    assert graded.grad is not None
+
+
+def test_an_input_with_a_gradient_in_the_example_gets_it_and_needs_none_later():
+    x, labels = _batch()
+    model = Classifier()
+    mine = autopar.compile(copy.deepcopy(model), "cpu:1", example_inputs=(x.clone().requires_grad_(), labels))
+    mine(x, labels)[0].backward()
+    graded = [x.clone().requires_grad_() for _ in range(2)]
+    for each, given in zip((model, mine), graded, strict=True):
+        each(given, labels)[0].backward()
+
+    torch.testing.assert_close(graded[1].grad, graded[0].grad)
+
+
+def test_an_unknown_form_of_outputs_is_refused():
+    with pytest.raises(UsageError, match=r"outputs='hole' is unknown \(did you mean 'whole'\?\)"):
+        autopar.compile(Classifier(), "cpu:1", outputs="hole")
