@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autopar._torch import pytree
 from autopar.api.planning import Planner, Program
 from autopar.api.precisions import fastest
 from autopar.capture import Captured, capture
@@ -75,6 +76,10 @@ def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Pro
     spec = read_cluster(cluster)
     progress.phase("model")
     found = resolve(model, batch=options.batch, seq=options.seq, overrides=dict(options.set))
+    if found.example_inputs is None:
+        raise UsageError(f"{model} gives a model without example inputs; name a function that returns (model, inputs)")
+    if options.seq is not None and not model.startswith(("zoo:", "hf:")):
+        _check_seq(model, found.example_inputs, options.seq)
 
     def planned(wanted: PlanOptions) -> Plan:
         progress.phase("capture")
@@ -83,6 +88,17 @@ def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Pro
         return plan_program(graph, found.name, spec, wanted, progress, tokens_per_step=found.tokens_per_step)
 
     return fastest(planned, options)
+
+
+def _check_seq(model: str, example_inputs: Any, seq: int) -> None:
+    """Raise where a user's factory did not make inputs of the length that was asked for."""
+    tensors = [each for each in pytree.tree_leaves(example_inputs) if isinstance(each, torch.Tensor)]
+    if not any(seq in each.shape[1:] for each in tensors):
+        shapes = ", ".join(str(list(each.shape)) for each in tensors) or "none"
+        raise UsageError(
+            f"seq={seq} was asked for, and no example input of {model} has a dimension of {seq} beside its batch "
+            f"(shapes: {shapes}); give the function a parameter 'seq' that it makes them by, or leave seq out"
+        )
 
 
 def reprice_reference(

@@ -30,8 +30,9 @@ from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
 from autopar.runtime.clipping import see_all_stages
+from autopar.runtime.errors import compiled_already
 from autopar.runtime.executable import compile_graph
-from autopar.runtime.module import copy_tree, without_own_calls
+from autopar.runtime.module import copy_tree, runner_of, without_own_calls
 from autopar.runtime.optimizers import try_optimizers
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.profiling import StepProfiler, ranges
@@ -100,6 +101,8 @@ def compile_model(
         )
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if any(runner_of(each) is not None for each in model.modules()):
+        raise compiled_already(type(model).__name__)
     parsed = PlanOptions.parse(**options)
     given = _given_plan(plan)
     spec = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import reprlib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -187,7 +188,9 @@ def _structure_differs(reason: str, paths: tuple[str, ...]) -> InputMismatchErro
 
 
 def _value_differs(path: str, expected: object, got: object) -> InputMismatchError:
-    shown = f"a {type(got).__name__}" if isinstance(got, torch.Tensor) else repr(got)
+    shown = (
+        f"a {type(got).__name__}" if isinstance(got, torch.Tensor) or not isinstance(got, _PLAIN) else reprlib.repr(got)
+    )
     return InputMismatchError(
         f"argument {path} is {shown}, and the plan was made for {expected}; plan again with example_inputs that hold it"
     )

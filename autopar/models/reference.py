@@ -20,6 +20,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, UsageError
 from autopar.models import hf, zoo
+from autopar.models.settings import parse_setting
 from autopar.models.shallow import FEW, WORTH, Shallow, shallow
 from autopar.suggest import did_you_mean
 
@@ -48,7 +49,8 @@ def resolve(
     """Return the model that a reference names, with example inputs of the global batch `batch` and length `seq`.
 
     Models of the zoo and of transformers are on meta. A factory of the user's gets `batch`, `seq` and the overrides as
-    keyword arguments where it has parameters of these names (overrides as text).
+    keyword arguments where it has parameters of these names (overrides as the type of the annotation or the default,
+    as text where there is neither).
 
     Raises:
         UsageError: the reference names nothing, or what it names gives no model.
@@ -185,10 +187,29 @@ def _call(reference: str, factory: Any, sizes: Mapping[str, int | None], overrid
     given: dict[str, Any] = {
         name: size for name, size in sizes.items() if size is not None and (name in parameters or takes_any)
     }
+    settings = {key: _as_declared(key, text, parameters.get(key)) for key, text in overrides.items()}
     try:
-        return factory(**given, **overrides)
+        return factory(**given, **settings)
     except Exception as error:
         raise _raised(f"{reference} raised", error, inspect.getsourcefile(factory) or "") from error
+
+
+_SAMPLES: dict[object, object] = {int: 0, "int": 0, float: 0.0, "float": 0.0, bool: False, "bool": False}
+"""A value of each type that an annotation may name."""
+
+
+def _as_declared(key: str, text: str, parameter: inspect.Parameter | None) -> Any:
+    """Return a setting as the type that a factory's parameter is annotated with, else of its default; else as text.
+
+    Raises:
+        UsageError: the text is no value of that type.
+    """
+    if parameter is None or parameter.annotation in (str, "str"):
+        return text
+    if parameter.annotation in _SAMPLES:
+        return parse_setting(key, text, _SAMPLES[parameter.annotation])
+    declared = parameter.default
+    return text if declared is inspect.Parameter.empty or declared is None else parse_setting(key, text, declared)
 
 
 def _parts(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | dict[str, Any] | None]:

@@ -49,6 +49,38 @@ def operation_missing(name: str, backend: str, why: str) -> CollectiveError:
     )
 
 
+def no_number(variable: str, text: str) -> UsageError:
+    """Return the error for a variable of torchrun's environment that is no number."""
+    return UsageError(f"the environment variable {variable} is {text!r}, and must be a whole number; {_LAUNCH}")
+
+
+def no_such_rank(rank: int, world_size: int) -> UsageError:
+    """Return the error for a rank that is none of the job's."""
+    return UsageError(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are numbered from 0; {_LAUNCH}")
+
+
+def no_rendezvous(world_size: int, missing: Sequence[str]) -> UsageError:
+    """Return the error for several ranks that are not told where to meet."""
+    return UsageError(f"WORLD_SIZE is {world_size}, and {' and '.join(missing)} not set: ranks cannot meet; {_LAUNCH}")
+
+
+def no_such_device(device: str, count: int) -> UsageError:
+    """Return the error for a device that this process does not have."""
+    return UsageError(
+        f"this rank is to run on {device}, and torch sees {count} such devices here; run on the machines that the "
+        "cluster describes, with as many ranks a node as it has devices, or give a cluster of CPU ranks such as cpu:2. "
+        "For a plan alone, which needs none of them, use autopar.plan"
+    )
+
+
+def not_saved(kind: str) -> UsageError:
+    """Return the error for saving what a rank has of a compiled model as if it were all."""
+    return UsageError(
+        f"save_pretrained of a compiled {kind} would save what this rank holds of it; on all ranks call "
+        "state = autopar.full_state_dict(model), then on rank 0 model.save_pretrained(folder, state_dict=state)"
+    )
+
+
 def world_size_differs(planned: int, running: int, mesh: str) -> StalePlanError:
     """Return the error for a plan made for another number of ranks."""
     return StalePlanError(
@@ -253,6 +285,32 @@ def frozen_since(names: Sequence[str]) -> str:
     )
 
 
+def compiled_already(kind: str) -> UsageError:
+    """Return the error for a compiled model, or one with a compiled part, that is to be compiled."""
+    return UsageError(
+        f"{kind} is compiled already, or has a part that is: compile the model that was given to autopar.compile "
+        "before (it keeps its own parameters), or a new one, and load what was trained by load_state_dict of "
+        "autopar.full_state_dict(compiled)"
+    )
+
+
+def module_replaced(name: str, child: str) -> StalePlanError:
+    """Return the error for a module that has other children than when it was compiled."""
+    where = f"module {name!r}" if name else "the model"
+    return StalePlanError(
+        f"{where} has another {child!r} than when it was compiled (replaced, added, removed or parametrized): the "
+        "program would go on without it; change the model first and compile it then"
+    )
+
+
+def hooks_not_called(names: Sequence[str]) -> str:
+    """Return the warning about hooks of modules inside a compiled model."""
+    return (
+        f"{len(names)} modules inside the compiled model have hooks that were registered after it was compiled "
+        f"({_some(names)}): the program does not call these modules, so the hooks never act; register them before"
+    )
+
+
 def mode_differs(name: str, *, now: bool) -> InputMismatchError:
     """Return the error for a module that went from training to evaluation after planning, or back, without its model.
 
@@ -299,6 +357,8 @@ def not_compiled(name: str) -> UsageError:
         "example_inputs so that it plans at once"
     )
 
+
+_LAUNCH = "start the script with torchrun --nproc-per-node N, or without these variables for one rank"
 
 _LOST = (
     "it has stopped, or is slower than the process group's timeout: see its own output. A longer timeout is given to "

@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
@@ -22,7 +23,15 @@ from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
-from autopar.runtime.errors import autocast_differs, compiled_not_pickled, mode_differs, not_compiled
+from autopar.runtime.errors import (
+    autocast_differs,
+    compiled_not_pickled,
+    hooks_not_called,
+    mode_differs,
+    module_replaced,
+    not_compiled,
+    not_saved,
+)
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.pipeline import StagedBound
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -71,6 +80,9 @@ class Runner:
         self._autocast = autocast
         self._modes: tuple[tuple[str, bool], ...] = ()
         self._modules: tuple[ref[nn.Module], ...] = ()
+        self._children: tuple[tuple[str, ref[nn.Module], tuple[tuple[str, ref[nn.Module]], ...]], ...] = ()
+        self._hooks: frozenset[int] = frozenset()
+        self._warned = False
         self.decisions = squeeze(decisions)
         self.ranks = ranks
         self.pipeline = pipeline
@@ -103,6 +115,7 @@ class Runner:
             InputMismatchError: the call differs from what was planned.
         """
         self._check_modes()
+        self._check_parts()
         grad = torch.is_grad_enabled()
         if self._profiler is not None and grad:
             self._profiler.step()
@@ -114,6 +127,7 @@ class Runner:
             tensors = reader.read(args, kwargs)
             if tensors is not None and bound.expected.matches(tensors, grad=grad):
                 return self._run(bound, tensors, grad=grad)
+        self._check_hooks()
         args, kwargs = plain_arguments(args, kwargs)
         bound, tensors = self._find(model, mode, args, kwargs)
         made = Reader.of(bound, args, kwargs)
@@ -124,11 +138,40 @@ class Runner:
     def know_modes(self, model: nn.Module, copied: nn.Module) -> None:
         """Note which modules of the model that was planned train, and those whose modes the calls are to have."""
         self._modes = tuple((name, each.training) for name, each in model.named_modules())
+        self._hooks = frozenset(key for each in copied.modules() for key in _hooks(each))
         self.watch(copied)
 
     def watch(self, called: nn.Module) -> None:
-        """Note that it is `called` that is called, and has the modes that count; it is not kept alive."""
+        """Note that it is `called` that is called, and has the modes and parts that count; it is not kept alive."""
         self._modules = tuple(ref(each) for each in called.modules())
+        self._children = tuple(
+            (name, ref(each), tuple((key, ref(child)) for key, child in each._modules.items() if child is not None))
+            for name, each in called.named_modules()
+            if each._modules
+        )
+
+    def _check_parts(self) -> None:
+        """Raise where a module was replaced, added or removed since the model was compiled."""
+        for name, at, known in self._children:
+            module = at()
+            if module is None:
+                continue  # its parent is told of
+            now = module._modules
+            if len(now) == len(known) and all(now.get(key) is child() for key, child in known):
+                continue
+            before = {key: child() for key, child in known}
+            held = {key: child for key, child in now.items() if child is not None}
+            changed = [key for key in {**before, **held} if key not in before or held.get(key) is not before[key]]
+            if changed:
+                raise module_replaced(name, changed[0])
+
+    def _check_hooks(self) -> None:
+        """Warn of hooks on modules inside the model, which no program calls."""
+        alive = zip(self._modes, (each() for each in self._modules), strict=True)
+        hooked = [name for (name, _), each in alive if name and each is not None and _hooks(each) - self._hooks]
+        if hooked and not self._warned:
+            self._warned = True
+            warnings.warn(hooks_not_called(hooked), stacklevel=3)
 
     def introduce(self, model: nn.Module) -> None:
         """Let whoever must know the modules that run these programs know this one."""
@@ -336,6 +379,15 @@ _OF_A_CALL = (
 """Tables of a module by which hooks take part in its calls."""
 
 
+_ADDED_HOOKS = (*_OF_A_CALL, "_backward_hooks", "_backward_pre_hooks")
+"""Tables by which hooks act on a module's calls, and on the backward of these."""
+
+
+def _hooks(module: nn.Module) -> set[int]:
+    """Return the numbers of a module's hooks, which no two hooks share."""
+    return {key for table in _ADDED_HOOKS for key in module.__dict__[table]}
+
+
 def without_own_calls(copied: nn.Module) -> nn.Module:
     """Return a copied module without its own hooks and its own `forward`, both of which the captured program runs.
 
@@ -384,7 +436,16 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     def refuse_pickle(self: nn.Module, _protocol: Any) -> NoReturn:
         raise compiled_not_pickled(kind.__name__)
 
+    saves: Callable[..., Any] | None = getattr(kind, "save_pretrained", None)
+
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if saves is None or (kwargs.get("state_dict") is None and self.__dict__[_ATTRIBUTE].ranks.world_size > 1):
+            raise not_saved(kind.__name__)
+        return saves(self, *args, **kwargs)
+
     own = {"forward": forward, "load_state_dict": load_state_dict, "__deepcopy__": deep_copy}
+    if saves is not None:
+        own["save_pretrained"] = save_pretrained
     told = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": refuse_pickle}
     return type(kind.__name__, (kind,), {**own, **told})
 

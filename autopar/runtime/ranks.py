@@ -15,7 +15,15 @@ from autopar._torch import group_timeout
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tasks import axis_of, level_name, stream_name
-from autopar.runtime.errors import rank_failed, ranks_disagree, world_size_differs
+from autopar.runtime.errors import (
+    no_number,
+    no_rendezvous,
+    no_such_device,
+    no_such_rank,
+    rank_failed,
+    ranks_disagree,
+    world_size_differs,
+)
 from autopar.runtime.gloo import is_gloo, one_thread_backend
 
 
@@ -32,15 +40,25 @@ class Ranks:
         """Return this process's place: of the process group there is, else of torchrun's environment, else alone.
 
         A process group is made (nccl for cuda, gloo otherwise) only if there are several ranks and none exists.
+
+        Raises:
+            UsageError: the environment is none of torchrun's, or there is no such device.
         """
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        rank, world_size, local = _numbered("RANK", 0), _numbered("WORLD_SIZE", 1), _numbered("LOCAL_RANK", 0)
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
+        if not 0 <= rank < world_size:
+            raise no_such_rank(rank, world_size)
         place = _device(device, local)
         if place.type == "cuda":
+            count = torch.cuda.device_count()
+            if not torch.cuda.is_available() or (place.index or 0) >= count:
+                raise no_such_device(str(place), count)
             torch.cuda.set_device(place)
         if world_size > 1 and not dist.is_initialized():
+            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+            if missing:
+                raise no_rendezvous(world_size, missing)
             dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
         return cls(rank, world_size, place)
 
@@ -182,6 +200,14 @@ def _mine_of(groups: Iterable[Sequence[int]], ranks: Ranks, backend: str | None)
         made = dist.new_group(list(members), timeout=group_timeout(ranks.device), backend=backend)
         mine = made if ranks.rank in members else mine
     return mine
+
+
+def _numbered(variable: str, otherwise: int) -> int:
+    text = os.environ.get(variable, "").strip()
+    try:
+        return int(text) if text else otherwise
+    except ValueError:
+        raise no_number(variable, text) from None
 
 
 def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:

@@ -54,6 +54,17 @@ class Raises(Base):
         raise ValueError("no such batch")  # here
 
 
+class Cache:
+    def __init__(self, kept: torch.Tensor) -> None:
+        self.kept = kept
+
+
+class Caches(Base):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Cache]:
+        y = self.linear(x)
+        return y.sum(), Cache(y)
+
+
 CASES: list[tuple[type[nn.Module], tuple[str, ...]]] = [
     (Branches, ("its control flow depends on tensor values", "choose with torch.where")),
     (Items, ("a shape or Python number depends on tensor values", "no .item()")),
@@ -74,6 +85,11 @@ def test_reason_line_and_way_out_are_shown(model: type[nn.Module], parts: tuple[
     assert text.startswith(f"{model.__name__} cannot be captured as one static graph: ")
     assert f"at tests/capture/test_errors.py:{_line_of(model)}\n" in text
     assert all(part in text for part in parts), text
+
+
+def test_an_output_of_an_unknown_kind_is_told_from_what_cannot_be_traced():
+    with pytest.raises(CaptureError, match=r"neither a tensor nor a container(.|\n)*model\.config\.use_cache = False"):
+        capture(Caches(), (X,))
 
 
 class Clamps(Base):

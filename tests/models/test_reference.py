@@ -40,6 +40,11 @@ def wrong_inputs():
     return nn.Linear(8, 8), 7
 
 value = 3
+
+def declared(width=8, depth: int = 1, scale: float = 1.0, bias=True, name=None, kind: str = "7"):
+    assert all(type(each) is str for each in (name, kind)), (name, kind)
+    layers = nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(depth)))
+    return layers, (torch.full((4, width), scale),)
 """
 
 
@@ -55,6 +60,15 @@ def test_factory_of_a_file_gets_batch_and_settings(factories: Path):
 
     assert isinstance(found.example_inputs, dict)
     assert found.example_inputs["input"].shape == (16, 24)
+
+
+def test_settings_are_of_the_type_that_a_factory_declares(factories: Path):
+    settings = {"width": "6", "depth": "2", "scale": "2.5", "bias": "no", "name": "12", "kind": "3"}
+    found = resolve(f"{factories}:declared", overrides=settings)
+
+    assert [name for name, _ in found.model.named_parameters()] == ["0.weight", "1.weight"]
+    assert isinstance(found.example_inputs, tuple)
+    assert found.example_inputs[0].tolist() == [[2.5] * 6] * 4
 
 
 @pytest.mark.parametrize("name", ["alone", "instance"])
@@ -78,6 +92,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "returns": ("FILE:number", {}, "returned a value of type int, and must return a model or (model, example_inputs)"),
     "inputs": ("FILE:wrong_inputs", {}, "returned example inputs of type int"),
     "no function": ("FILE:value", {}, "is of type int, and must be a function"),
+    "factory type": ("FILE:declared", {"overrides": {"width": "x"}}, "width is a whole number (now 8)"),
     "setting": ("FILE:pair", {"overrides": {"bach": "3"}}, "takes no 'bach' (did you mean 'batch'?)"),
     "zoo name": ("zoo:llama3-9b", {}, "no model of the zoo is called 'llama3-9b' (did you mean 'llama3-8b'?)"),
     "zoo setting": ("zoo:gpt2", {"overrides": {"layer": "3"}}, "has no 'layer' (did you mean 'layers'?)"),

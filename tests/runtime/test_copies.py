@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
-from autopar.errors import InputMismatchError, UsageError
+from autopar.errors import InputMismatchError, StalePlanError, UsageError
 from tests.support.ranks import RankPool
 
 FIXES = [{"dp_shard": 2}, {"pp": 2, "microbatch": 2}]
@@ -37,6 +37,14 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x.square().mean()
+
+
+class Saves(Layers):
+    """What transformers' models have."""
+
+    def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> list[str]:
+        """Return what would be saved."""
+        return list(self.state_dict() if state_dict is None else state_dict)
 
 
 def _batches() -> list[torch.Tensor]:
@@ -157,3 +165,57 @@ def test_unfreezing_what_was_frozen_is_refused_by_name():
 def test_a_compiled_model_is_not_pickled():
     with pytest.raises(UsageError, match=r"a compiled Layers cannot be pickled.*state_dict\(\)"):
         torch.save(_compiled(Layers(), {}), io.BytesIO())
+
+
+def test_a_module_replaced_after_compiling_is_named():
+    mine = _compiled(Layers(), {})
+    mine(_batches()[0])
+    old = mine.layers[1]
+    mine.layers[1] = nn.Sequential(old, nn.Identity())  # the old one lives on inside, as adapters have it
+
+    with pytest.raises(StalePlanError, match=r"module 'layers' has another '1' than when it was compiled"):
+        mine(_batches()[0])
+    mine.layers[1] = old
+    mine(_batches()[0])
+
+
+def test_a_hook_inside_that_no_program_calls_is_told():
+    model = Layers()
+    model.layers[0].register_forward_hook(lambda *_: None)
+    mine = _compiled(model, {})
+    mine.register_forward_hook(lambda *_: None)
+    mine(_batches()[0])  # what was there before acts, and so do hooks of the model itself
+    mine = _compiled(model, {})
+    mine.layers[2].register_full_backward_hook(lambda *_: None)
+
+    with pytest.warns(UserWarning, match=r"1 modules inside the compiled model have hooks .* \(layers\.2\)"):
+        mine(_batches()[0])
+
+
+def test_a_compiled_model_is_not_compiled_again():
+    mine = _compiled(Layers(), {})
+
+    with pytest.raises(UsageError, match="Sequential is compiled already, or has a part that is"):
+        autopar.compile(nn.Sequential(mine), "cpu:1", example_inputs=(_batches()[0],))
+
+
+def saved(rank: int, fix: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the error for saving without a state, and what is saved with the full one on rank 0."""
+    mine: Any = _compiled(Saves(), fix)
+    with pytest.raises(UsageError) as caught:
+        mine.save_pretrained("folder")
+    state = autopar.full_state_dict(mine)
+    return str(caught.value), mine.save_pretrained("folder", state_dict=state) if rank == 0 else []
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=str)
+def test_a_models_own_way_of_saving_gets_the_full_state(pool: RankPool, fix: dict[str, Any]):
+    for rank, (refused, names) in enumerate(pool.values(saved, fix)):
+        assert "save_pretrained of a compiled Saves would save what this rank holds" in refused
+        assert names == ([] if rank else list(Layers().state_dict()))
+
+
+def test_on_one_rank_a_models_own_way_of_saving_is_its_own():
+    mine: Any = _compiled(Saves(), {})
+
+    assert mine.save_pretrained("folder") == list(Layers().state_dict())

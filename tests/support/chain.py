@@ -421,7 +421,7 @@ def compile_staged(
 
     def program_for(training: bool, grad: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PipelinedProgram:
         return PipelinedProgram(
-            call=Call([Input(name, meta) for name, meta in inputs.items()]),
+            call=Call([Input(name, meta, layers.input_gradient and name == "x") for name, meta in inputs.items()]),
             result=Result(),
             placeholders=[*placeholders, Start("tangent", "tangent", "loss")] if grad else placeholders,
             constants={},

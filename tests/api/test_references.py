@@ -1,0 +1,40 @@
+"""What `autopar plan` says of a function of the user's that does not make what was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar import api
+from autopar.errors import UsageError
+from autopar.options import PlanOptions
+from autopar.progress import Silent
+
+FUNCTIONS = """
+import torch
+from torch import nn
+
+def fixed():
+    return nn.Linear(8, 8), {"input": torch.zeros(4, 16, 8)}
+
+def alone():
+    return nn.Linear(8, 8)
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+def test_a_length_that_no_input_has_is_refused(functions: Path):
+    with pytest.raises(UsageError, match=r"seq=4 was asked for, and no example input .* \(shapes: \[4, 16, 8\]\)"):
+        api.plan_reference(f"{functions}:fixed", "cpu:2", PlanOptions.parse(seq="4"), Silent())
+
+
+def test_a_model_without_inputs_is_refused(functions: Path):
+    with pytest.raises(UsageError, match=r"alone gives a model without example inputs; name a function that returns"):
+        api.plan_reference(f"{functions}:alone", "cpu:2", PlanOptions.parse(), Silent())
