@@ -64,6 +64,7 @@ __all__ = [
     "is_dtensor",
     "is_registered_node",
     "keeps_graph",
+    "let_anomalies_be_found",
     "local_of",
     "norm_of_many",
     "put_before_norm_of_many",
@@ -208,6 +209,17 @@ def allow_plain_beside_dtensor() -> None:
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._allow_implicit_replication = True
+
+
+def let_anomalies_be_found() -> None:
+    """Let `torch.autograd.detect_anomaly` look at gradients that are DTensors, from now on: at all of them at once."""
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    for operator in (torch.ops.aten._is_any_true.default, torch.ops.aten._is_all_true.default):
+        if operator not in propagator.op_strategy_funcs:
+            register_sharding(operator)(lambda _tensor: [([Replicate()], [Replicate()])])
 
 
 def put_before_number_of_dtensor(read: Callable[[Any], None]) -> None:

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 
 from autopar.ir.mesh import AXIS_NAMES
 
+_ROUNDING_S = 1e-15
+"""Differences of durations below this are rounding: nothing that is planned is as short."""
+
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration with the unit that suits its size: `1.23 s`, `45.6 ms`, `7.8 us`, `0 s`."""
+    """Return a duration with the unit that suits its size: `1.23 s`, `45.6 ms`, `7.8 us`; below a femtosecond `0 s`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= scale:
             digits = f"{seconds / scale:.3g}"
             return f"{seconds / scale:.0f} {unit}" if "e" in digits else f"{digits} {unit}"
-    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
+    return f"{seconds / 1e-6:.3g} us" if abs(seconds) >= _ROUNDING_S else "0 s"
 
 
 def format_bytes(count: float) -> str:

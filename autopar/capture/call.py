@@ -69,9 +69,14 @@ class CallSpec:
             InputMismatchError: the call has another structure, or another plain value, than the captured one.
         """
         try:
-            leaves = self.structure.flatten_up_to(_canonical(self.signature, args, kwargs))
-        except (TypeError, ValueError, KeyError) as error:
+            call = _canonical(self.signature, args, kwargs)
+        except TypeError as error:
             raise _structure_differs(str(error), self.paths) from error
+        try:
+            leaves = self.structure.flatten_up_to(call)
+        except (TypeError, ValueError, KeyError) as error:
+            reason = _difference(_paths(self.signature, call), self.paths) or str(error)
+            raise _structure_differs(reason, self.paths) from error
         tensors = []
         for leaf, path, wanted, value in zip(leaves, self.paths, self.inputs, self.baked, strict=True):
             if wanted is None:
@@ -180,6 +185,13 @@ def _key(key: Any) -> str:
     return str(key)
 
 
+def _difference(given: Sequence[str], planned: Sequence[str]) -> str:
+    """Return which arguments a call lacks, and which it has more; nothing where it has those, nested otherwise."""
+    lacks = ", ".join(each for each in planned if each not in given)
+    more = ", ".join(each for each in given if each not in planned)
+    return " and ".join(text for text, which in ((f"it lacks {lacks}", lacks), (f"it has {more}", more)) if which)
+
+
 def _structure_differs(reason: str, paths: tuple[str, ...]) -> InputMismatchError:
     return InputMismatchError(
         f"the call's arguments differ in structure from those planned for ({', '.join(paths)}): {reason}\n"
@@ -191,8 +203,11 @@ def _value_differs(path: str, expected: object, got: object) -> InputMismatchErr
     shown = (
         f"a {type(got).__name__}" if isinstance(got, torch.Tensor) or not isinstance(got, _PLAIN) else reprlib.repr(got)
     )
+    number = isinstance(got, int | float) and not isinstance(got, bool) and not isinstance(expected, TensorMeta)
+    changing = f", or make a number that changes from call to call a tensor: torch.tensor({got})" if number else ""
     return InputMismatchError(
         f"argument {path} is {shown}, and the plan was made for {expected}; plan again with example_inputs that hold it"
+        f"{changing}"
     )
 
 

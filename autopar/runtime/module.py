@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from autopar._torch import allow_plain_beside_dtensor, dtensor_of, is_dtensor, local_of
+from autopar._torch import allow_plain_beside_dtensor, dtensor_of, is_dtensor, let_anomalies_be_found, local_of
 from autopar.errors import InputMismatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
@@ -106,6 +106,7 @@ class Runner:
             meshes += pipeline.meshes
         if meshes:
             allow_plain_beside_dtensor()
+            let_anomalies_be_found()
             refuse_numbers_of_parts(meshes)
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

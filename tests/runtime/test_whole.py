@@ -140,6 +140,27 @@ def test_a_penalty_on_parameters_may_be_added_to_the_loss(pool: RankPool, fix: d
     assert max(pool.values(penalised, fix)) < 1e-5
 
 
+def under_anomaly_detection(_rank: int, fix: dict[str, Any]) -> tuple[float, str]:
+    """Return the difference of gradients under anomaly detection, and what it says of a gradient that is no number."""
+    model, mine = _pair(_batch(), fix=fix)
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        for each in (model, mine):
+            each(*_batch())[0].backward()
+        try:
+            (mine(*_batch())[0] * torch.nan).backward()
+        except RuntimeError as error:
+            return _gradients_differ(model, mine), str(error)
+    return _gradients_differ(model, mine), ""
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+@pytest.mark.parametrize("fix", SPLITS, ids=str)
+def test_anomaly_detection_looks_at_split_gradients(pool: RankPool, fix: dict[str, Any]):
+    for gradients, found in pool.values(under_anomaly_detection, fix):
+        assert gradients < 1e-5
+        assert "returned nan values" in found
+
+
 def chained(_rank: int, fix: dict[str, Any]) -> tuple[float, float]:
     """Return the differences of both models' gradients where one is given the other's outputs."""
     x, labels = _batch()
