@@ -253,9 +253,9 @@ class Ilp:
         hopeless table shows as one here already.
         """
         bound = free = 0.0
+        solver = self._solver(limits)
+        solver.setOptionValue("solve_relaxation", True)
         for number in range(_MEMORY_ROUNDS):
-            solver = self._solver(limits)
-            solver.setOptionValue("solve_relaxation", True)
             solver.run()
             status = solver.getModelStatus()
             if status == highspy.HighsModelStatus.kInfeasible:
@@ -269,7 +269,12 @@ class Ilp:
             peak = int(np.argmax(curve))
             if curve[peak] <= limits.memory_bytes or peak in self._rows:
                 return Relaxed(bound, free)
+            # The row is put to the solver as it is: that goes on from where it was, some steps from the next optimum.
+            known = len(self._model.row)
             self.add_memory_row(self.table.memory_row(peak), limits.memory_bytes)
+            columns, values = self._model.column[known:], self._model.value[known:]
+            low, high = self._model.low[-1], self._model.high[-1]
+            solver.addRow(low, high, len(columns), np.array(columns, dtype=np.int32), np.array(values))
         return Relaxed(bound, free)
 
     def _nearest(self, values: Floats) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.costs.timing import pairs, timing
 from autopar.ir.table import CostTable, Demand, Floats, Group, MemoryRow, Node
-from autopar.search.ilp import Limits, smallest_peak, solve
+from autopar.search.ilp import Ilp, Limits, smallest_peak, solve
 
 FORWARD, SEGMENTS, POSITIONS = 2, 4, 3
 
@@ -93,6 +93,22 @@ def test_the_integer_program_finds_what_exhaustive_search_finds(
         assert timing(table, found.options).step_s == pytest.approx(best, rel=1e-6, abs=1e-9)
         assert found.bound_s <= best + 1e-9
         assert found.peak_bytes <= budget
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(0, 6), st.floats(1.0, 8.0))
+def test_rows_added_to_a_running_relaxation_bound_as_much_as_from_the_start(
+    seed: int, nodes: int, groups: int, budget: float
+) -> None:
+    table = make_table(np.random.default_rng(seed), nodes, groups)
+    program = Ilp(table)
+
+    found = program.relaxed(Limits(memory_bytes=budget))
+
+    from_the_start = program.relaxed(Limits(memory_bytes=budget))
+    assert found.bound_s == pytest.approx(from_the_start.bound_s, rel=1e-6, abs=1e-9)
+    assert found.free_s <= found.bound_s * (1 + 1e-6) + 1e-9
+    assert found.bound_s <= exhaustive(table, budget) * (1 + 1e-6) + 1e-9
 
 
 @settings(max_examples=40, deadline=None)
