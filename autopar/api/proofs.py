@@ -107,7 +107,7 @@ class Proofs:
         return self._work[size, width]
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1024)
 def _flow(wanted: Wanted, microbatches: int) -> Flow:
     """Return what a schedule has in flight."""
     return Flow.of(wanted.schedule_for(min(microbatches, _STEADY * wanted.depth)))
