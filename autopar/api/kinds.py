@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 from autopar.costs.rough import Shape
+from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Recompute, Trial
 
 _ALIKE = 3
@@ -18,6 +19,18 @@ def shape_of(trial: Trial) -> Shape:
     width = prod(axis.size for axis in trial.ranks) // trial.replicas
     shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "ep"})
     return Shape(trial.depth, trial.microbatches, trial.replicas, shards, width)
+
+
+def is_settled(trial: Trial) -> bool:
+    """Return whether each axis splits either the batch or tensors: free ones may do both, those of tokens neither."""
+    return all(axis.role not in {"free", "cp"} for axis in trial.ranks)
+
+
+def tensor_parallel(batch: int, size: int, width: int, recompute: Recompute = "none") -> Trial:
+    """Return the trial of micro-batches of so many samples on nothing but ranks along which tensors are split."""
+    count = batch // size
+    in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
+    return Trial((*in_time, *((MeshAxis("tp", width),) if width > 1 else ())), recompute=recompute)
 
 
 def varied(trials: Sequence[Trial]) -> list[Trial]:

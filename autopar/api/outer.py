@@ -10,23 +10,23 @@ fast the machine is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, inf, log
+from heapq import heapify, heappop, heapreplace
+from math import ceil, inf
 
+from autopar.api.estimating import Estimates
 from autopar.api.kinds import kind_of, shape_of, varied
 from autopar.api.lightening import lighter
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Best, Proofs
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting, interrupted, left_out, ruled_out
 from autopar.api.wishes import Wishes
-from autopar.errors import InfeasibleError
 from autopar.figures import format_bytes
 from autopar.progress import Progress
-from autopar.search.ilp import Ilp, Limits, Solution
+from autopar.search.ilp import Solution
 from autopar.search.meshes import MeshAxis
-from autopar.search.trials import Recompute, Trial
-from cost_models.errors import CostModelError
+from autopar.search.trials import Trial
 
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
@@ -49,12 +49,6 @@ _PROVEN = 8
 _BOUNDED = 400
 """Trials at most whose blocks are bounded as a fluid."""
 
-_SAMPLED = 2
-"""Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
-
-_ESTIMATING = 0.4
-"""Share of the time left after which estimates of further widths are taken from those of the others."""
-
 
 @dataclass
 class Outer:
@@ -70,27 +64,16 @@ class Outer:
     interrupted: bool = field(init=False, default=False)
     solved: list[Solved] = field(init=False, default_factory=list)
     _free_s: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
-    _work_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
     _proofs: Proofs = field(init=False)
+    _estimates: Estimates = field(init=False)
     _fluid: dict[Trial, Best] = field(init=False, default_factory=dict)
-    _mixed: dict[Trial, float] = field(init=False, default_factory=dict)
-    """Estimates of trials that recompute everything, over those of recomputing only what memory asks for."""
-
-    _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
-    """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
-
-    _kept_s: float = field(init=False, default=0.0)
-    """What estimates leave of the time limit."""
-
     _likely: dict[Trial, float] = field(init=False, default_factory=dict)
     """Estimated seconds of trials that are not the whole program."""
-
-    _no_price: dict[int, str] = field(init=False, default_factory=dict)
-    """Why nothing has a price on as many ranks along which tensors are split."""
 
     def __post_init__(self) -> None:
         """Prepare bounds."""
         self._proofs = Proofs(self.solving, self.wishes, self.mixes)
+        self._estimates = Estimates(self.solving, self.wishes, self.mixes, lambda: self.left_s)
 
     @property
     def best(self) -> Solved | None:
@@ -112,8 +95,7 @@ class Outer:
     def run(self, whole: Sequence[Trial], others: Sequence[Trial]) -> None:
         """Fill `solved`: the whole program's trials first."""
         try:
-            waiting = self._relax(whole, f"bound {len(whole)} meshes")
-            self._solve(waiting, len(waiting))
+            self._best_first(whole, f"bound {len(whole)} meshes", len(whole))
             if others:
                 self._run_others(others)
             if self.mixes:
@@ -137,22 +119,24 @@ class Outer:
                 left.append(trial)
             else:
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
-        likely = self._likely = dict(zip(left, self._estimates(left), strict=True))
-        queue = varied(sorted(left, key=likely.__getitem__))
+        self.progress.phase(f"estimate {len(left)} trials")
+        self._likely = self._estimates.of(left, fits=self.best is not None)
+        queue = varied(sorted(left, key=self._likely.__getitem__))
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_s > 0:
             chunk: list[Trial] = []
             while queue and len(chunk) < _CHUNK:
                 trial = queue.pop(0)
-                if self._is_beaten(trial) or self._is_unlikely(trial, likely) or self._needs_less(trial):
+                if self._is_hopeless(trial):
                     self._give_up([trial])
                 elif self._is_good(bound_s := self._fluid_of(trial).step_s):
                     self.solved.append(ruled_out(trial, bound_s))
                 else:
                     chunk.append(trial)
-            relaxed += len(chunk)
-            waiting = self._relax(chunk, f"bound stages and micro-batches, {relaxed} of {len(left)}")
-            solutions += self._solve(waiting, _SOLVED - solutions)
+            done = self._best_first(
+                chunk, f"bound stages and micro-batches, {relaxed} of {len(left)}", _SOLVED - solutions
+            )
+            relaxed, solutions = relaxed + done[0], solutions + done[1]
         self._give_up(queue)
         self._refine()
 
@@ -181,56 +165,70 @@ class Outer:
             f"and may hold {format_bytes(budget)}, recompute {trial.recompute}"
         )
 
-    def _relax(self, trials: Sequence[Trial], phase: str) -> list[Waiting]:
-        self.progress.phase(phase)
-        waiting: list[Waiting] = []
-        for number, trial in enumerate(trials):
-            found = self.solving.bound(trial, self.wishes, self.left_s)
-            if isinstance(found, Waiting):
-                waiting.append(found)
-                self._free_s[_kin(trial)] = max(found.free_s, self._free_s.get(_kin(trial), 0.0))
-            else:
-                self.solved.append(found)
-            self.progress.update(done=number + 1, total=len(trials))
-        return sorted(waiting, key=self._promised_s)
+    def _best_first(self, trials: Sequence[Trial], phase: str, most: int) -> tuple[int, int]:
+        """Relax and solve trials, what promises most first; return how many of each.
+
+        A trial's turn to be relaxed comes by its estimate, that to be solved by its bound, if that is larger. So a good
+        plan that is found early spares the others both.
+        """
+        heap: list[tuple[float, int, Trial | Waiting]]
+        heap = [(self._likely.get(trial, 0.0), place, trial) for place, trial in enumerate(trials)]
+        heapify(heap)
+        relaxed = solutions = 0
+        try:
+            while heap:
+                _, place, one = heap[0]
+                if isinstance(one, Waiting):
+                    solutions += self._solve(one, most - solutions, len(heap), len(trials))
+                elif one in self._likely and (self.left_s <= 0 or self._is_hopeless(one)):
+                    self._give_up([one])
+                else:
+                    self.progress.phase(phase)
+                    found = self._relax(one)
+                    relaxed += 1
+                    self.progress.update(done=relaxed, total=len(trials))
+                    if found is not None:
+                        heapreplace(heap, (self._promised_s(found), place, found))
+                        continue
+                heappop(heap)
+        except KeyboardInterrupt:
+            known = {one.trial for one in self.solved}
+            waiting = (one for _, _, one in heap if isinstance(one, Waiting) and one.trial not in known)
+            self.solved += [interrupted(each.trial, each.bound_s) for each in waiting]
+            raise
+        return relaxed, solutions
+
+    def _relax(self, trial: Trial) -> Waiting | None:
+        found = self.solving.bound(trial, self.wishes, self.left_s)
+        if isinstance(found, Solved):
+            self.solved.append(found)
+            return None
+        self._free_s[_kin(trial)] = max(found.free_s, self._free_s.get(_kin(trial), 0.0))
+        return found
 
     def _promised_s(self, one: Waiting) -> float:
         """Return the larger of a trial's bound, which knows no bubble, and its estimate, which knows no layouts."""
         return max(one.bound_s / self._slack(one.trial), self._likely.get(one.trial, 0.0))
 
-    def _solve(self, waiting: list[Waiting], most: int) -> int:
-        """Solve in the order of bounds, until the next one's is no better than the best plan; return how many."""
-        if waiting:
-            self.progress.phase(f"solve {len(waiting)} of {len(self.solved) + len(waiting)}, best bound first")
-        total, count = len(waiting), 0
-        try:
-            while waiting:
-                one = waiting[0]
-                if count >= most:
-                    self.solved.append(left_out(one.trial, one.bound_s, "not solved: others looked better"))
-                    waiting.pop(0)
-                    continue
-                beaten_s = self.best_s * self._slack(one.trial)
-                # Only recomputing less could make it the best: that has to make up for what others were slower by.
-                if one.bound_s >= self.best_s and one.bound_s * self._off(one.trial) >= beaten_s:
-                    self.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
-                    waiting.pop(0)
-                    continue
-                found = self.solving.solve(one, self.wishes, self._ways(one.trial), beaten_s, self.left_s)
-                waiting.pop(0)
-                count += found.solution.status != "cutoff" or found.outcome is not None
-                self.solved.append(found)
-                if found.solution.status == "interrupted":
-                    raise KeyboardInterrupt
-                best = self.best_s
-                gap = max(0.0, 1.0 - one.bound_s / best) if best < inf else None
-                self.progress.update(
-                    best_s=best if best < inf else None, gap=gap, done=total - len(waiting), total=total
-                )
-        except KeyboardInterrupt:
-            self.solved += [interrupted(each.trial, each.bound_s) for each in waiting]
-            raise
-        return count
+    def _solve(self, one: Waiting, most: int, left: int, total: int) -> bool:
+        """Solve one of the trials left unless it is no better than the best plan; return whether it was solved."""
+        if most <= 0:
+            self.solved.append(left_out(one.trial, one.bound_s, "not solved: others looked better"))
+            return False
+        beaten_s = self.best_s * self._slack(one.trial)
+        # Only recomputing less could make it the best: that has to make up for what others were slower by.
+        if one.bound_s >= self.best_s and one.bound_s * self._off(one.trial) >= beaten_s:
+            self.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
+            return False
+        self.progress.phase(f"solve {left} of {len(self.solved) + left}, best bound first")
+        found = self.solving.solve(one, self.wishes, self._ways(one.trial), beaten_s, self.left_s)
+        self.solved.append(found)
+        if found.solution.status == "interrupted":
+            raise KeyboardInterrupt
+        best = self.best_s
+        gap = max(0.0, 1.0 - one.bound_s / best) if best < inf else None
+        self.progress.update(best_s=best if best < inf else None, gap=gap, done=total - left + 1, total=total)
+        return found.solution.status != "cutoff" or found.outcome is not None
 
     def _off(self, trial: Trial) -> float:
         """Return how many times as long as their bounds the plans of pipelines of a trial's kind take at least."""
@@ -243,10 +241,15 @@ class Outer:
 
     def _slack(self, trial: Trial) -> float:
         """Return how many times as long as the best plan a trial may take: what recomputing less is to save."""
-        return self._mixed.get(trial, 1.0)
+        return self._estimates.slack(trial)
 
-    def _is_unlikely(self, trial: Trial, likely: Mapping[Trial, float]) -> bool:
+    def _is_hopeless(self, trial: Trial) -> bool:
+        """Return whether a trial, by what is known before it is relaxed, is not better than the best plan."""
+        return self._is_beaten(trial) or self._is_unlikely(trial) or self._needs_less(trial)
+
+    def _is_unlikely(self, trial: Trial) -> bool:
         """Return whether a trial's estimate is too slow, as far as estimates of its kind were off."""
+        likely = self._likely
         off = [
             one.step_s / self._slack(one.trial) / likely[one.trial]
             for one in self.solved
@@ -317,7 +320,7 @@ class Outer:
             room = min([self.best_s * (1.0 - self.solving.options.gap), *(one.solution.bound_s for one in stays)])
             if least is None or self._lightest_s(least) >= room:
                 return
-            free_s = self._relaxed_s(replace(least, recompute="none"))
+            free_s = self._estimates.relaxed_s(replace(least, recompute="none"))
             self._free_s[_without(least)] = free_s / self.solving.at_once(least)
 
     def _prove_again(self) -> None:
@@ -346,14 +349,8 @@ class Outer:
             ways = [self.wishes.wanted(trial.depth)] if trial.depth > 1 else []
             if ways and self.wishes.schedule_is_open:
                 ways += self._other_schedules(trial)
-            self._fluid[trial] = self._proofs.best(trial, ways, self._once_s(trial))
+            self._fluid[trial] = self._proofs.best(trial, ways, self._estimates.microbatch_s(trial))
         return self._fluid[trial]
-
-    def _once_s(self, trial: Trial) -> float:
-        """Return what a micro-batch takes at least on tensor-parallel ranks alone, nothing recomputed."""
-        shape = shape_of(trial)
-        largest = self._sizes.get(shape.width, [0])[-1]
-        return self._work_s.get(("none", shape.width, largest), 0.0) / max(largest, 1) * self._size(trial)
 
     def _is_open(self, one: Solved) -> bool:
         return one.trial.recompute != "none" and one.solution.status != "infeasible"
@@ -376,7 +373,7 @@ class Outer:
 
     def _known_bound_s(self, trial: Trial) -> float:
         """Return a bound from what was relaxed before."""
-        found = [self._free_s.get(_kin(replace(trial, recompute="none")), 0.0), self._work_bound_s(trial)]
+        found = [self._free_s.get(_kin(replace(trial, recompute="none")), 0.0), self._estimates.bound_s(trial)]
         if trial.depth == 1:
             whole = _kin(Trial(trial.ranks))
             free = _kin(Trial(tuple(MeshAxis("free", a.size) if a.role == "tp" else a for a in trial.ranks)))
@@ -389,90 +386,10 @@ class Outer:
             sure = "at least" if self.solving.proves(trial) else "about"
             why = f"{sure} {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
             if bound == inf:
-                why = self._no_price.get(shape_of(trial).width, WHY_NOT["infeasible"])
+                why = self._estimates.no_price.get(shape_of(trial).width, WHY_NOT["infeasible"])
             late = bound < inf and self.best is None and self.left_s <= 0
             solution = Solution("time_limit" if late else "cutoff", (), inf, bound)
             self.solved.append(Solved(trial, solution, why_not=WHY_NOT["time_limit"] if late else why))
-
-    def _work_bound_s(self, trial: Trial) -> float:
-        """Return a bound from micro-batches on tensor-parallel ranks alone: samples cost least in the largest ones."""
-        shape = shape_of(trial)
-        largest = self._sizes.get(shape.width, [0])[-1]
-        ways: tuple[Recompute, ...] = (trial.recompute, "none")
-        known = max(self._work_s.get((way, shape.width, largest), 0.0) for way in ways)
-        samples = self.solving.program.batch_size / shape.replicas
-        return known / max(largest, 1) * samples / self.solving.at_once(trial)
-
-    def _estimates(self, trials: Sequence[Trial]) -> list[float]:
-        self.progress.phase(f"estimate {len(trials)} trials")
-        self._kept_s = (1.0 - _ESTIMATING) * max(self.left_s, 0.0)
-        wanted: dict[int, set[int]] = {}
-        for trial in trials:
-            wanted.setdefault(shape_of(trial).width, set()).add(self._size(trial))
-        self._sizes = {width: _spread(sorted(sizes), _SAMPLED) for width, sizes in wanted.items()}
-        return [self._estimate_s(trial) for trial in trials]
-
-    def _size(self, trial: Trial) -> int:
-        return max(1, self.solving.program.batch_size // (trial.microbatches * trial.replicas))
-
-    def _estimate_s(self, trial: Trial) -> float:
-        shape, size = shape_of(trial), self._size(trial)
-        budget = self.solving.mean_budget(trial.depth)
-        known = self._sizes[shape.width]
-        below = max(each for each in known if each <= size)
-        above = min(each for each in known if each >= size)
-        low, high = (self._microbatch_s("none", shape.width, each) for each in (below, above))
-        share = (size - below) / (above - below) if above > below else 0.0
-        # Devices that are faster than the slowest take a larger share of the work.
-        once = (low + share * (high - low)) * (shape.depth / self.solving.pace(shape.depth))
-        if trial.recompute == "none":
-            return self.solving.rough("none", self.wishes).estimate_s(shape, once, budget)
-        more = self._more(trial.recompute, shape.width, known[-1])
-        rough = self.solving.rough(trial.recompute, self.wishes)
-        found = rough.estimate_s(shape, once * more, budget)
-        if not self.mixes or found == inf:
-            return found
-        share = self.solving.rough("none", self.wishes).share_over(shape, rough, budget)
-        mixed = rough.estimate_s(shape, once * (1.0 + share * (more - 1.0)), budget)
-        self._mixed[trial] = found / mixed if mixed else 1.0
-        return mixed
-
-    def _more(self, recompute: Recompute, width: int, size: int) -> float:
-        """Return how many times as long a micro-batch takes with recomputation, at the largest size if it is needed."""
-        if self.best is not None:  # there is a plan without: likely nothing comes of it, and work tells enough
-            return self.solving.rough(recompute, self.wishes).work / self.solving.rough("none", self.wishes).work
-        less = self._microbatch_s("none", width, size)
-        return self._microbatch_s(recompute, width, size) / less if 0 < less < inf else 1.0
-
-    def _microbatch_s(self, recompute: Recompute, width: int, size: int) -> float:
-        """Return the seconds of a micro-batch through all stages on tensor-parallel ranks alone; memory is no limit."""
-        key = (recompute, width, size)
-        if key not in self._work_s:
-            known = [each for each, found in self._work_s.items() if found < inf]
-            if known and self.left_s < self._kept_s:
-                return self._scaled_s(key, known)
-            count = self.solving.program.batch_size // size
-            in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
-            tensor = (MeshAxis("tp", width),) if width > 1 else ()
-            self._work_s[key] = self._relaxed_s(Trial((*in_time, *tensor), 1, recompute)) / count
-        return self._work_s[key]
-
-    def _scaled_s(self, wanted: tuple[Recompute, int, int], known: Sequence[tuple[Recompute, int, int]]) -> float:
-        """Return the same by proportion, from the nearest width and size that were computed."""
-        recompute, width, size = wanted
-        near = min(known, key=lambda key: (key[0] != recompute, abs(log(key[1] / width)), abs(log(key[2] / size))))
-        works = [self.solving.rough(way, self.wishes).work for way in (recompute, near[0])]
-        return self._work_s[near] * (works[0] / works[1]) * (near[1] / width) * (size / near[2])
-
-    def _relaxed_s(self, trial: Trial) -> float:
-        """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another."""
-        try:
-            _, pricing = self.solving.price(trial, self.wishes)
-        except (CostModelError, InfeasibleError) as error:
-            self._no_price.setdefault(shape_of(trial).width, str(error))
-            return inf
-        limits = Limits(inf, max(self.left_s, 0.1), seed=self.solving.options.seed)
-        return Ilp(pricing.table).relaxed(limits).free_s
 
 
 def _kin(trial: Trial) -> tuple[object, ...]:
@@ -481,10 +398,3 @@ def _kin(trial: Trial) -> tuple[object, ...]:
 
 def _without(trial: Trial) -> tuple[object, ...]:
     return _kin(replace(trial, recompute="none"))
-
-
-def _spread(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the smallest and largest of sorted sizes and some between."""
-    if len(sizes) <= most:
-        return list(sizes)
-    return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]

@@ -12,13 +12,12 @@ from functools import cached_property, lru_cache
 from math import inf
 
 from autopar.api.floors import WAYS, Floors, Work
-from autopar.api.kinds import shape_of
+from autopar.api.kinds import is_settled, shape_of, tensor_parallel
 from autopar.api.pipelining import Wanted
 from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
 from autopar.errors import InfeasibleError
 from autopar.search.fluid import Flow, least_step_s
-from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial
 from cost_models.errors import CostModelError
 
@@ -66,7 +65,7 @@ class Proofs:
         solving = self.solving
         if not solving.proves(trial) or solving.equal.device.fusion or not isinstance(trial.recompute, str):
             return Best(0.0, None)
-        if any(axis.role in {"free", "cp"} for axis in trial.ranks):
+        if not is_settled(trial):
             return Best(0.0, None)
         shape = shape_of(trial)
         replicas, width, count = shape.replicas, shape.width, shape.microbatches
@@ -99,9 +98,7 @@ class Proofs:
     def _work_of(self, size: int, width: int) -> Work | None:
         """Return what blocks take at least with micro-batches of a size; `None` where operators have no price."""
         if (size, width) not in self._work:
-            count = self.solving.program.batch_size // size
-            in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
-            trial = Trial((*in_time, *((MeshAxis("tp", width),) if width > 1 else ())))
+            trial = tensor_parallel(self.solving.program.batch_size, size, width)
             try:
                 options = self.solving.choices(trial, self.wishes)
                 self._work[size, width] = self._floors.work(options, self.solving.links(trial))
@@ -110,7 +107,7 @@ class Proofs:
         return self._work[size, width]
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1024)
 def _flow(wanted: Wanted, microbatches: int) -> Flow:
     """Return what a schedule has in flight."""
     return Flow.of(wanted.schedule_for(min(microbatches, _STEADY * wanted.depth)))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.costs.links import Links
-from autopar.costs.liveness import Beside, CopyLife, base_of, gradients_of, local_bytes, settled_at
+from autopar.costs.liveness import Beside, CopyLife, base_of, local_bytes, makers_of_gradients, settled_at
+from autopar.costs.routes import Routes
 from autopar.costs.workspaces import gather_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Layout
-from autopar.ir.reshard import Step, route
+from autopar.ir.reshard import Step
 from autopar.ir.table import Floats
 from autopar.ir.tensor import TensorMeta
 
@@ -39,15 +41,28 @@ class Copies:
     lives: Lives
     """Of each instance, the positions of the first and of the last moment that a copy is needed."""
 
-    def table(self, of: Callable[[Layout, Layout], float]) -> Floats:
-        """Return [source layouts, demanded layouts] what `of` says of each pair."""
-        return np.array([[of(a, b) for b in self.wanted] for a in self.sources], dtype=np.float64)
+    flat: bool = False
+    """Whether they travel in flat buffers."""
 
-    @property
+    @cached_property
+    def routes(self) -> Routes:
+        """Return the ways from the layouts that it is made in to those that it is read in."""
+        return self.links.routes(tuple(self.sources), tuple(self.wanted), self.meta, flat=self.flat)
+
+    @cached_property
+    def _made_bytes(self) -> Floats:
+        """Return [source layouts, 1] what the value holds as it is made."""
+        return np.array([[local_bytes(self.meta, each, self.links.sizes)] for each in self.sources])
+
+    @cached_property
+    def _read_bytes(self) -> Floats:
+        """Return [1, demanded layouts] what it holds as it is read."""
+        return np.array([[local_bytes(self.meta, each, self.links.sizes) for each in self.wanted]])
+
+    @cached_property
     def plain(self) -> CopyLife:
         """Return copies that exist from the first to the last of those that read them."""
-        held = self.table(lambda a, b: 0.0 if a == b else self._bytes(b))
-        return CopyLife(self.lives, held, beside=self._gathering())
+        return CopyLife(self.lives, self._read_bytes * self.routes.moves, beside=self._gathering())
 
     @property
     def kept(self) -> CopyLife:
@@ -60,16 +75,11 @@ class Copies:
     def reduced(self) -> CopyLife:
         """Return reduced gradients of a step without micro-batches: the sums stay, their terms until they are there."""
         held, tail = self._scattered()
-        if self._base not in {name for name, _ in gradients_of(self.graph)}:
+        if not self._is_gradient:
             # What is cast once it is reduced: its cast stays, and itself until then.
-            held = held + self.table(lambda a, b: self._bytes(a) * (a != b))
+            held = held + self._made_bytes * self.routes.moves
             tail = np.zeros_like(tail)
-        until = settled_at(self.graph)
-        places = [self.graph.ops[first].name for first, _ in self.lives]
-        lives = tuple(
-            (first, max(last, until.get(self._base_of(name), last)))
-            for (first, last), name in zip(self.lives, places, strict=True)
-        )
+        lives = tuple((first, max(last, then)) for (first, last), then in zip(self.lives, self._settled, strict=True))
         end = len(self.graph.ops)
         left = Beside(tail, tuple((first, last + 1, end) for first, last in lives))
         return CopyLife(lives, held, beside=_any(left, *self._gathering()))
@@ -77,7 +87,7 @@ class Copies:
     @property
     def summed(self) -> CopyLife:
         """Return reduced sums over micro-batches: from the last micro-batch on, with what their reduction takes."""
-        if self._base not in {name for name, _ in gradients_of(self.graph)}:
+        if not self._is_gradient:
             return self.plain
         end = len(self.graph.ops)
         held, _ = self._scattered()
@@ -91,39 +101,35 @@ class Copies:
         without being read, and so must not save anything.
         """
         found = self.summed
-        if self._base not in {name for name, _ in gradients_of(self.graph)}:
+        if not self._is_gradient:
             return found
-        until, end = settled_at(self.graph), len(self.graph.ops)
-        places = [first for first, _ in self.lives]
-        settled = [until.get(self._base_of(self.graph.ops[at].name), at) for at in places]
-        moved = self.table(lambda a, b: float(a != b)) * inside
-        terms, saved = self.table(lambda a, _: self._bytes(a)), self.table(lambda a, b: self._bytes(b) - self._bytes(a))
-        sums = Beside(moved * (saved if alone else np.maximum(saved, 0.0)), tuple((at, 0, end) for at in places))
-        under_way = tuple((at, at, max(at, then)) for at, then in zip(places, settled, strict=True))
-        in_flight = Beside(moved * (self._scattered()[0] + terms), under_way)
+        end = len(self.graph.ops)
+        moved = self.routes.moves * inside
+        saved = self._read_bytes - self._made_bytes
+        held = moved * (saved if alone else np.maximum(saved, 0.0))
+        sums = Beside(held, tuple((at, 0, end) for at, _ in self.lives))
+        under_way = tuple((at, at, max(at, then)) for (at, _), then in zip(self.lives, self._settled, strict=True))
+        in_flight = Beside(moved * (self._scattered()[0] + self._made_bytes), under_way)
         return replace(found, bytes=np.where(inside, 0.0, found.bytes), beside=_any(sums, in_flight, *found.beside))
 
     @property
-    def _base(self) -> str:
-        return self._base_of(self.producer)
+    def _is_gradient(self) -> bool:
+        """Return whether the value has the memory of a gradient that the program returns."""
+        return base_of(self.graph)[self.producer, 0][0] in makers_of_gradients(self.graph)
 
-    def _base_of(self, name: str) -> str:
-        return base_of(self.graph)[name, 0][0]
-
-    def _bytes(self, layout: Layout) -> float:
-        return local_bytes(self.meta, layout, self.links.sizes)
+    @property
+    def _settled(self) -> list[int]:
+        """Return, of each instance, when the reduction of the gradient that it makes is waited for."""
+        base, until, ops = base_of(self.graph), settled_at(self.graph), self.graph.ops
+        return [until.get(base[ops[first].name, 0][0], first) for first, _ in self.lives]
 
     def _gathering(self) -> tuple[Beside, ...]:
         """Return what the making of gathered copies takes beside them, at the first moment."""
-        op = self.graph.by_name[self.producer]
-        taken = self.table(lambda a, b: gather_bytes(self.graph, op, self._route(a, b), self.meta, self.links.sizes))
-        return _any(Beside(taken, tuple((first, first, first) for first, _ in self.lives)))
-
-    def _route(self, before: Layout, after: Layout) -> tuple[Step, ...]:
-        """Return the steps from one layout to another, none if no steps lead there."""
-        if before == after or not np.isfinite(self.links.route_s(before, after, self.meta)):
+        if "all_gather" not in self.routes.kinds:
             return ()
-        return route(before, after, self.meta.shape, self.links.sizes, self.links.time_axes)
+        op, sizes = self.graph.by_name[self.producer], self.links.sizes
+        taken = self.routes.table(lambda way: gather_bytes(self.graph, op, way.steps, self.meta, sizes))
+        return _any(Beside(taken, tuple((first, first, first) for first, _ in self.lives)))
 
     def _scattered(self) -> tuple[Floats, Floats]:
         """Return what redistributed gradients hold until they are waited for, and from then on.
@@ -131,20 +137,17 @@ class Copies:
         A sum over ranks is made in place. Of a scattered one the own part stays; on a CPU the terms of all other ranks
         are received beside it, and added up after the wait.
         """
-        held = self.table(lambda a, b: 0.0 if a == b else self._bytes(b))
-        tail = np.zeros_like(held)
+        moves = self.routes.moves
+        read = self._read_bytes * moves
         exchanged = self.links.cluster.device.kind == "cpu"
-        for i, have in enumerate(self.sources):
-            for j, want in enumerate(self.wanted):
-                if have == want or not np.isfinite(self.links.route_s(have, want, self.meta)):
-                    continue
-                ops = {message.op for message in self.links.route_messages(have, want, self.meta)}
-                tail[i, j] = self._bytes(want)
-                if "reduce_scatter" in ops:
-                    held[i, j] = self._bytes(have if exchanged else want)
-                elif ops == {"all_reduce"}:
-                    held[i, j] = 0.0
-        return held, tail
+        ops = [[self._collectives(way.steps) for way in row] for row in self.routes.ways]
+        scatters = np.array([["reduce_scatter" in each for each in row] for row in ops])
+        summed = np.array([[each == {"all_reduce"} for each in row] for row in ops])
+        held = np.where(scatters, self._made_bytes if exchanged else self._read_bytes, np.where(summed, 0.0, read))
+        return held, np.where(np.isfinite(self.routes.price_s), read, 0.0)
+
+    def _collectives(self, steps: Sequence[Step]) -> set[str]:
+        return {step.kind for step in steps if step.communicates and step.axis >= self.links.time_axes}
 
 
 def _any(*found: Beside) -> tuple[Beside, ...]:

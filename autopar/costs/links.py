@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.costs.routes import Routes, Way
 from autopar.ir.graph import Op
 from autopar.ir.placement import Layout, local_shape, padding
 from autopar.ir.reshard import NoRouteError, Step, is_reachable, route
@@ -102,7 +103,8 @@ class Links:
     _hops: tuple[tuple[Hop, ...], ...] = field(init=False)
     _known: dict[Message, Price] = field(init=False, default_factory=dict)
     _local: dict[int, float] = field(init=False, default_factory=dict)
-    _routes: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
+    _ways: dict[tuple[object, ...], Way] = field(init=False, default_factory=dict)
+    _routes: dict[tuple[object, ...], Routes] = field(init=False, default_factory=dict)
     _overlap: tuple[float, ...] = field(init=False)
     _blocking_s: tuple[float, ...] = field(init=False)
     """Of each axis, the seconds of a call that its issuer spends itself; a GPU's host runs ahead of the device."""
@@ -235,33 +237,35 @@ class Links:
         """Return the share of a collective along an axis that computation can run behind: `cost_models.overlap`."""
         return self._overlap[axis]
 
-    def route_s(
-        self, before: Layout, after: Layout, meta: TensorMeta, *, hidable: bool = False, flat: bool = False
-    ) -> float:
-        """Return the seconds to bring a tensor from one layout to another; infinite if no steps lead there.
-
-        With `hidable`, only those that computation can run behind; see `hidable_s`.
-        """
-        if before == after:
-            return 0.0
-        key = (before, after, meta, hidable, flat)
+    def routes(
+        self, sources: tuple[Layout, ...], wanted: tuple[Layout, ...], meta: TensorMeta, *, flat: bool = False
+    ) -> Routes:
+        """Return the ways from each of `sources` to each of `wanted`, priced."""
+        key = (sources, wanted, meta, flat)
         if key not in self._routes:
-            self._routes[key] = self._price(before, after, meta, hidable, flat)
+            self._routes[key] = Routes.of(sources, wanted, lambda a, b: self._way(a, b, meta, flat))
         return self._routes[key]
 
-    def _price(self, before: Layout, after: Layout, meta: TensorMeta, hidable: bool, flat: bool) -> float:
+    def _way(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool) -> Way:
+        """Return how to bring a tensor from one layout to another that differs, priced."""
+        key = (before, after, meta, flat)
+        if key not in self._ways:
+            self._ways[key] = self._priced(before, after, meta, flat)
+        return self._ways[key]
+
+    def _priced(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool) -> Way:
+        nowhere = Way((), UNREACHABLE, UNREACHABLE)
         if not is_reachable(before, after):
-            return UNREACHABLE
+            return nowhere
         try:
             steps = route(before, after, meta.shape, self.sizes, self.time_axes)
         except NoRouteError:
-            return UNREACHABLE
+            return nowhere
         if any(step.kind == "reduce_scatter" and step.axis == self.whole_axis for step in steps):
-            return UNREACHABLE
-        if not hidable:
-            return sum(self.step_s(step, meta, flat=flat) for step in steps)
+            return nowhere
         messages = (self._message(step, meta, flat=flat) for step in steps if step.communicates)
-        return sum(self.hidable_s(message) for message in messages)
+        hidable_s = sum(self.hidable_s(message) for message in messages)
+        return Way(steps, sum(self.step_s(step, meta, flat=flat) for step in steps), hidable_s)
 
     def _message(self, step: Step, meta: TensorMeta, *, flat: bool) -> Message:
         return Message(step.kind, step.axis, step.message_numel(meta.shape, self.sizes) * meta.item_bytes, flat)

@@ -177,6 +177,12 @@ def gradients_of(graph: Graph) -> frozenset[tuple[str, int]]:
     return frozenset(base[ref.op, ref.index] for ref in found)
 
 
+@once_per_graph
+def makers_of_gradients(graph: Graph) -> frozenset[str]:
+    """Return the operators that make these values."""
+    return frozenset(name for name, _ in gradients_of(graph))
+
+
 def gradient_indices(graph: Graph, op: Op) -> tuple[int, ...]:
     """Return which outputs of an operator are parameters' gradients, or are as memory."""
     returned = gradients_of(graph)
@@ -335,11 +341,11 @@ class Holdings:
 
     def _resting_bytes(self) -> dict[int, Floats]:
         resting: dict[int, Floats] = {}
-        count = Counter(self.graph.representative(op.name) for op in self.graph.ops)
+        instances = self.graph.instances
         for node, cluster in enumerate(self.clusters):
             op = self.graph.by_name[cluster.members[0]]
             if op.kind in {"parameter", "buffer"}:
-                resting[node] = count[op.name] * self.resting_bytes(node)
+                resting[node] = len(instances[op.name]) * self.resting_bytes(node)
         return resting
 
     def resting_bytes(self, node: int) -> Floats:
@@ -421,11 +427,11 @@ class Holdings:
                 continue
             steps[life.first] += size[key]
             steps[life.last + 1] -= size[key]
-        for at in range(len(self.graph.ops)):
-            working = self.workspace(at)
-            if working is not None:
-                steps[at] += working[1][options[working[0]]]
-                steps[at + 1] -= working[1][options[working[0]]]
+        for rep, working in self.workspaces.items():
+            held = working[options[self.home[rep]]]
+            for op in self.graph.instances[rep]:
+                steps[self.graph.position[op.name]] += held
+                steps[self.graph.position[op.name] + 1] -= held
         for copy, pairs in zip(self.copies, copies, strict=True):
             held = sum(copy.bytes[pair] for pair in pairs)
             if held:

@@ -95,10 +95,7 @@ class Builder:
         self._base = {name: base for (name, index), (base, _) in base_of(graph).items() if index == 0}
         self._microbatches = prod(self.links.sizes[: self.links.time_axes])
         self._offer_ways()
-        instances: dict[str, list[Op]] = {}
-        for op in graph.ops:
-            instances.setdefault(graph.representative(op.name), []).append(op)
-        nodes = [self._node(cluster, instances) for cluster in self.clusters]
+        nodes = [self._node(cluster) for cluster in self.clusters]
         self._add_sinks(nodes)
         groups, copies = self._groups(nodes)
         reserved = float(self.links.cluster.device.reserved_bytes)
@@ -160,7 +157,8 @@ class Builder:
             cluster.once = [False] * len(whole) + [kept for _, kept, _ in offered]
             cluster.early = [False] * len(whole) + [now for _, _, now in offered]
 
-    def _node(self, cluster: Cluster, instances: Mapping[str, Sequence[Op]]) -> Node:
+    def _node(self, cluster: Cluster) -> Node:
+        instances = self.graph.instances
         total: Floats = np.zeros((len(cluster.options), self.segments.total))
         optimizer = np.zeros(len(cluster.options))
         for place, member in enumerate(cluster.members):
@@ -282,7 +280,8 @@ class Builder:
         layout = np.array([sources.index(each) if each is not None else 0 for each in made], dtype=np.int64)
         demands, ways = self._needs(sharing)
         wanted, inside = [each for each, _ in ways], np.array([each for _, each in ways])
-        copies = Copies(self.graph, self.links, sharing.producer, meta, sources, wanted, tuple(lives))
+        flat = sharing.category != "critical" and bool(self.links.flat_bytes)
+        copies = Copies(self.graph, self.links, sharing.producer, meta, sources, wanted, tuple(lives), flat)
         # What is gathered once is there for all micro-batches.
         kept = starts and sharing.phase == "both" and self._microbatches > 1
         price, hidden = self._prices(sharing, copies, inside, kept=kept)
@@ -316,8 +315,7 @@ class Builder:
         self, sharing: Sharing, copies: Copies, inside: npt.NDArray[np.bool_], *, kept: bool
     ) -> tuple[Floats, Floats]:
         """Return [source layouts, demanded layouts] the seconds of a redistribution, and what can hide of them."""
-        flat, meta = sharing.category != "critical" and bool(self.links.flat_bytes), copies.meta
-        price = copies.table(lambda a, b: self.links.route_s(a, b, meta, flat=flat))
+        meta, price = copies.meta, copies.routes.price_s.copy()
         if self._is_cast_up(sharing, meta):
             price[self._in_other_type(copies.sources, copies.wanted)] = UNREACHABLE
         if sharing.producer in self._parameters and self.links.kept_axis >= 0:
@@ -326,7 +324,7 @@ class Builder:
         # Sums of micro-batches' gradients are reduced with the last of them: what hides is the outcome's.
         apart = sharing.category == "reduction" and self._microbatches > 1
         if sharing.category != "critical" and not kept and not (apart and not inside.any()):
-            behind = copies.table(lambda a, b: self.links.route_s(a, b, meta, hidable=True, flat=flat))
+            behind = copies.routes.hidable_s
             hidden = np.where(inside, behind, hidden) if apart else behind
         times = np.where(inside, self._microbatches, 1)
         return price * times, hidden * times

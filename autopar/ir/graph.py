@@ -150,6 +150,14 @@ class Graph:
         return self.fold.get(name, name)
 
     @cached_property
+    def instances(self) -> Mapping[str, tuple[Op, ...]]:
+        """Return, for each representative, the operators whose decision it is, in order; whose first comes first."""
+        found: dict[str, list[Op]] = {}
+        for op in self.ops:
+            found.setdefault(self.fold.get(op.name, op.name), []).append(op)
+        return {rep: tuple(ops) for rep, ops in found.items()}
+
+    @cached_property
     def fingerprint(self) -> str:
         """Return a digest of the program: equal for equal programs, on any machine, source lines left out."""
         digest = hashlib.sha256()

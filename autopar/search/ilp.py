@@ -31,6 +31,15 @@ from autopar.ir.table import CostTable, Floats, Group, MemoryRow
 _MEMORY_ROUNDS = 4
 """Relaxations solved at most to find the peaks that matter."""
 
+_NEAR_ROUNDS = 8
+"""Assignments near the relaxation at most, each with one more memory row."""
+
+_UNUSED = 1e-9
+"""What the relaxation takes of an option at most that it does not use."""
+
+_CLOSE = 0.1
+"""Share of the gap that a search may leave within which an assignment near the relaxation is as good as any."""
+
 Status = Literal["optimal", "gap", "time_limit", "infeasible", "cutoff", "interrupted"]
 
 
@@ -114,6 +123,9 @@ class Ilp:
 
     _rows: set[int] = field(init=False, default_factory=set)
     """Positions that have a memory row."""
+
+    _used: Floats | None = field(init=False, default=None)
+    """The most that relaxations took of each column: what fits is often between those with and without a row."""
 
     def __post_init__(self) -> None:
         model, table = self._model, self.table
@@ -241,10 +253,53 @@ class Ilp:
             pairs = {pair: column for pair, column in self._pairs[group].items() if held[pair]}
             model.put(number, list(pairs.values()), [float(held[pair]) * scale for pair in pairs])
 
-    def solve(self, limits: Limits) -> Solution:
-        """Return the fastest assignment that this program admits."""
+    def solve(self, limits: Limits, start: Any = None) -> Solution:
+        """Return the fastest assignment that this program admits, searched for from a `start` if one is known."""
         solver = self._solver(limits)
+        if start is not None:
+            solver.setSolution(start)
         return self._read(solver, limits, interrupted=_interruptible(solver))
+
+    def relaxation(self, limits: Limits) -> Any:
+        """Return a solver of the program's relaxation, yet to be run."""
+        solver = self._solver(limits)
+        solver.setOptionValue("solve_relaxation", True)
+        return solver
+
+    def near(self, relaxation: Any, limits: Limits) -> tuple[Solution, Any] | None:
+        """Return the fastest assignment of options that relaxations took a part of, and its values of all columns.
+
+        `None` if there is none, or time was too short. That takes hundredths of what the program does, and is often as
+        good (Berthold, "RENS", 2014). A solution without options: no assignment beats the cutoff.
+        """
+        relaxation.run()
+        status = relaxation.getModelStatus()
+        bound = float(relaxation.getInfo().objective_function_value)
+        solved = status == highspy.HighsModelStatus.kOptimal
+        if status == highspy.HighsModelStatus.kInfeasible or (solved and bound >= limits.cutoff_s):
+            cut = bool(np.isfinite(limits.cutoff_s))
+            return Solution("cutoff" if cut else "infeasible", (), np.inf, limits.cutoff_s if cut else 0.0), None
+        if not solved:
+            return None
+        values = np.array(relaxation.getSolution().col_value)
+        self._used = values if self._used is None else np.maximum(self._used, values)
+        unused = np.flatnonzero(np.array(self._model.integer) & (self._used < _UNUSED)).astype(np.int32)
+        solver = self._solver(limits)
+        solver.changeColsBounds(len(unused), unused, np.zeros(len(unused)), np.zeros(len(unused)))
+        found = self._read(solver, limits, interrupted=_interruptible(solver))
+        if not found.options:
+            return (found, None) if found.status == "interrupted" else None
+        closed = found.objective_s - bound <= 1e-9 * max(1.0, abs(found.objective_s))
+        ended: Status = "interrupted" if found.status == "interrupted" else "optimal" if closed else "gap"
+        return replace(found, status=ended, bound_s=min(bound, found.objective_s)), solver.getSolution()
+
+    def bound_memory(self, relaxation: Any, row: MemoryRow, budget_bytes: float) -> None:
+        """Add a memory row to the program and to its relaxation, which goes on from where it was."""
+        known = len(self._model.row)
+        self.add_memory_row(row, budget_bytes)
+        columns, values = self._model.column[known:], self._model.value[known:]
+        low, high = self._model.low[-1], self._model.high[-1]
+        relaxation.addRow(low, high, len(columns), np.array(columns, dtype=np.int32), np.array(values))
 
     def relaxed(self, limits: Limits) -> Relaxed:
         """Return a bound that no assignment beats, from relaxations alone; infinite if none fits in memory.
@@ -253,9 +308,8 @@ class Ilp:
         hopeless table shows as one here already.
         """
         bound = free = 0.0
+        solver = self.relaxation(limits)
         for number in range(_MEMORY_ROUNDS):
-            solver = self._solver(limits)
-            solver.setOptionValue("solve_relaxation", True)
             solver.run()
             status = solver.getModelStatus()
             if status == highspy.HighsModelStatus.kInfeasible:
@@ -269,7 +323,7 @@ class Ilp:
             peak = int(np.argmax(curve))
             if curve[peak] <= limits.memory_bytes or peak in self._rows:
                 return Relaxed(bound, free)
-            self.add_memory_row(self.table.memory_row(peak), limits.memory_bytes)
+            self.bound_memory(solver, self.table.memory_row(peak), limits.memory_bytes)
         return Relaxed(bound, free)
 
     def _nearest(self, values: Floats) -> tuple[int, ...]:
@@ -390,18 +444,49 @@ def solve(table: CostTable, limits: Limits) -> Solution:
 
 
 def solve_program(program: Ilp, limits: Limits) -> Solution:
-    """Return what `solve` returns, for a program already built."""
+    """Return what `solve` returns, for a program already built.
+
+    Assignments near the relaxation come first: they show at which moments memory matters, and one that is as good as
+    the relaxation ends the search. Else the whole program is solved, from the last of them that fits.
+    """
     started = time.monotonic()
-    table = program.table
-    while True:
-        left = limits.seconds - (time.monotonic() - started)
-        found = program.solve(replace(limits, seconds=left))
-        if not found.options:
-            return found
+    table, start = program.table, None
+
+    def left() -> Limits:
+        return replace(limits, seconds=limits.seconds - (time.monotonic() - started))
+
+    def peak_of(found: Solution) -> tuple[int, float]:
         curve = memory_curve(table, found.options, program.copies(found.options))
         peak = int(np.argmax(curve))
-        if curve[peak] <= limits.memory_bytes:
-            return Solution(found.status, found.options, found.objective_s, found.bound_s, float(curve[peak]))
+        return peak, float(curve[peak])
+
+    relaxation = program.relaxation(limits)
+    for _ in range(_NEAR_ROUNDS):
+        near = program.near(relaxation, left())
+        if near is None:
+            break
+        found, values = near
+        if not found.options:
+            return found
+        peak, held = peak_of(found)
+        if held <= limits.memory_bytes:
+            open_s = found.objective_s - found.bound_s
+            if found.status != "gap" or open_s <= _CLOSE * limits.gap * found.objective_s:
+                return replace(found, peak_bytes=held)
+            start = values
+            break
+        if found.status == "interrupted":
+            return Solution("interrupted", (), np.inf, found.bound_s)
+        if program.has_memory_row(peak):
+            break
+        program.bound_memory(relaxation, table.memory_row(peak), limits.memory_bytes)
+    while True:
+        found, start = program.solve(left(), start), None
+        if not found.options:
+            return found
+        peak, held = peak_of(found)
+        if held <= limits.memory_bytes:
+            return replace(found, peak_bytes=held)
         if found.status == "interrupted":
             return Solution("interrupted", (), np.inf, found.bound_s)
         if program.has_memory_row(peak):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import UsageError
-from autopar.ir.schedule import PipelineSchedule
+from autopar.ir.schedule import COMPUTE, PipelineSchedule
 from autopar.ir.table import Floats, Ints
 from autopar.search.closed_forms import Seconds, parts
 
@@ -327,7 +327,9 @@ def in_flight(schedule: PipelineSchedule, rank: int) -> Floats:
     own = [stage for stage, owner in enumerate(schedule.rank_of) if owner == rank]
     slot = {stage: 2 * place for place, stage in enumerate(own)}
     now, seen = [0] * (2 * len(own)), set()
-    for stage, kind, _ in schedule.compute_only().actions[rank]:
+    for stage, kind, _ in schedule.actions[rank]:
+        if kind not in COMPUTE:
+            continue
         at = slot[stage]
         now[at] += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
         now[at + 1] += {"F": 0, "B": 0, "I": 1, "W": -1}[kind]

@@ -169,10 +169,7 @@ def _forward(
     made: dict[tuple[str, int], frozenset[Shard]] = {}
     found: dict[str, tuple[Strategy, ...]] = {}
     unknown: dict[str, Op] = {}
-    for op in graph.ops:
-        rep = graph.representative(op.name)
-        if rep in found:
-            continue
+    for rep, (op, *_) in graph.instances.items():
         if op.kind == "call":
             metas = tuple(graph.meta(ref) for ref in op.refs)
             hints = tuple(made.get((graph.representative(ref.op), ref.index), frozenset()) for ref in op.refs)
@@ -200,15 +197,13 @@ def _wanted(
     A fused projection is split within each of its parts, which only what cuts it apart knows.
     """
     wanted: dict[tuple[str, int], set[Shard]] = {}
-    takes: dict[str, tuple[tuple[int, Shard], ...]] = {}
-    for op in graph.ops:
-        rep = graph.representative(op.name)
-        if rep not in takes:
-            placed = {(slot, each) for strategy in found[rep] for slot, each in enumerate(strategy.inputs)}
-            takes[rep] = tuple((slot, each) for slot, each in placed if isinstance(each, Shard) and each.outer > 1)
-        for slot, placement in takes[rep]:
-            ref = op.refs[slot]
-            wanted.setdefault((graph.representative(ref.op), ref.index), set()).add(placement)
+    for rep, instances in graph.instances.items():
+        placed = {(slot, each) for strategy in found[rep] for slot, each in enumerate(strategy.inputs)}
+        takes = [(slot, each) for slot, each in placed if isinstance(each, Shard) and each.outer > 1]
+        for op in instances if takes else ():
+            for slot, placement in takes:
+                ref = op.refs[slot]
+                wanted.setdefault((graph.representative(ref.op), ref.index), set()).add(placement)
     for op in reps:
         for index in range(len(op.outputs)):
             if (op.name, index) in wanted:

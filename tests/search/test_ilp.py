@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.costs.timing import pairs, timing
 from autopar.ir.table import CostTable, Demand, Floats, Group, MemoryRow, Node
-from autopar.search.ilp import Limits, smallest_peak, solve
+from autopar.search.ilp import Ilp, Limits, smallest_peak, solve
 
 FORWARD, SEGMENTS, POSITIONS = 2, 4, 3
 
@@ -93,6 +93,52 @@ def test_the_integer_program_finds_what_exhaustive_search_finds(
         assert timing(table, found.options).step_s == pytest.approx(best, rel=1e-6, abs=1e-9)
         assert found.bound_s <= best + 1e-9
         assert found.peak_bytes <= budget
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(0, 6), st.floats(1.0, 8.0), st.floats(0.0, 0.5))
+def test_what_is_found_is_within_the_gap_that_is_allowed_and_fits(
+    seed: int, nodes: int, groups: int, budget: float, gap: float
+) -> None:
+    table = make_table(np.random.default_rng(seed), nodes, groups)
+
+    found = solve(table, Limits(memory_bytes=budget, gap=gap))
+
+    best = exhaustive(table, budget)
+    assert bool(found.options) == np.isfinite(best)
+    if found.options:
+        assert best * (1 - 1e-6) - 1e-9 <= found.objective_s <= best / (1 - gap) * (1 + 1e-6) + 1e-9
+        assert found.bound_s <= best * (1 + 1e-6) + 1e-9
+        assert found.peak_bytes == table.memory_curve(found.options, []).max() <= budget
+
+
+def test_an_assignment_that_is_as_good_as_the_relaxation_needs_no_integer_program(monkeypatch: pytest.MonkeyPatch):
+    table = make_table(np.random.default_rng(0), 5, 0)
+
+    def solved(*args: object) -> None:
+        raise AssertionError(args)
+
+    monkeypatch.setattr(Ilp, "solve", solved)
+    found = solve(table, Limits(memory_bytes=1e9))
+
+    assert found.status == "optimal"
+    assert found.objective_s == pytest.approx(exhaustive(table, 1e9))
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(0, 6), st.floats(1.0, 8.0))
+def test_rows_added_to_a_running_relaxation_bound_as_much_as_from_the_start(
+    seed: int, nodes: int, groups: int, budget: float
+) -> None:
+    table = make_table(np.random.default_rng(seed), nodes, groups)
+    program = Ilp(table)
+
+    found = program.relaxed(Limits(memory_bytes=budget))
+
+    from_the_start = program.relaxed(Limits(memory_bytes=budget))
+    assert found.bound_s == pytest.approx(from_the_start.bound_s, rel=1e-6, abs=1e-9)
+    assert found.free_s <= found.bound_s * (1 + 1e-6) + 1e-9
+    assert found.bound_s <= exhaustive(table, budget) * (1 + 1e-6) + 1e-9
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,154 @@
+"""Rough seconds of trials, for an order to try them in, and what follows from these for sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf, log
+
+from autopar.api.kinds import is_settled, shape_of, tensor_parallel
+from autopar.api.solving import Solving
+from autopar.api.wishes import Wishes
+from autopar.errors import InfeasibleError
+from autopar.search.ilp import Ilp, Limits
+from autopar.search.trials import Recompute, Trial
+from cost_models.errors import CostModelError
+
+_SAMPLED = 2
+"""Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
+
+_SHARE = 0.4
+"""Share of the time left after which estimates of further widths are taken from those of the others."""
+
+
+@dataclass
+class Estimates:
+    """What trials take, from what micro-batches take on tensor-parallel ranks alone; remembers what they share."""
+
+    solving: Solving
+    wishes: Wishes
+    mixes: bool
+    """Whether blocks may be recomputed each in its way."""
+
+    left_s: Callable[[], float]
+    """Return what is left of the time limit."""
+
+    no_price: dict[int, str] = field(init=False, default_factory=dict)
+    """Why nothing has a price on as many ranks along which tensors are split."""
+
+    _work_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
+    """By recomputation, ranks along which tensors are split, and samples of a micro-batch."""
+
+    _mixed: dict[Trial, float] = field(init=False, default_factory=dict)
+    """Estimates of trials that recompute everything, over those of recomputing only what memory asks for."""
+
+    _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
+
+    _kept_s: float = field(init=False, default=0.0)
+    """What estimates leave of the time limit."""
+
+    def of(self, trials: Sequence[Trial], *, fits: bool) -> dict[Trial, float]:
+        """Return about how many seconds a step of each trial takes; infinite where it has no price or does not fit.
+
+        `fits`: something is known to fit with nothing recomputed, so that estimates of recomputing matter little.
+        """
+        self._kept_s = (1.0 - _SHARE) * max(self.left_s(), 0.0)
+        wanted: dict[int, set[int]] = {}
+        for trial in trials:
+            wanted.setdefault(shape_of(trial).width, set()).add(self._size(trial))
+        self._sizes = {width: _spread(sorted(sizes), _SAMPLED) for width, sizes in wanted.items()}
+        return {trial: self._estimate_s(trial, fits=fits) for trial in trials}
+
+    def slack(self, trial: Trial) -> float:
+        """Return how many times as long as the best plan a trial may take: what recomputing less is to save."""
+        return self._mixed.get(trial, 1.0)
+
+    def bound_s(self, trial: Trial) -> float:
+        """Return seconds that no plan of a trial beats, 0 if nothing is known; less may be recomputed: not if mixed."""
+        ways: tuple[Recompute, ...] = (trial.recompute, "none")
+        sample_s = max(self._sample_s(trial, way) for way in ways)
+        samples = self.solving.program.batch_size / trial.replicas
+        return sample_s * samples / self.solving.at_once(trial)
+
+    def microbatch_s(self, trial: Trial) -> float:
+        """Return seconds that a micro-batch takes at least through all stages, nothing recomputed, 0 if unknown."""
+        return self._sample_s(trial, "none") * self._size(trial)
+
+    def relaxed_s(self, trial: Trial) -> float:
+        """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another."""
+        try:
+            _, pricing = self.solving.price(trial, self.wishes)
+        except (CostModelError, InfeasibleError) as error:
+            self.no_price.setdefault(shape_of(trial).width, str(error))
+            return inf
+        limits = Limits(inf, max(self.left_s(), 0.1), seed=self.solving.options.seed)
+        return Ilp(pricing.table).relaxed(limits).free_s
+
+    def _sample_s(self, trial: Trial, recompute: Recompute) -> float:
+        """Return what a sample takes at least on a trial's tensor-parallel ranks: samples cost least in large batches.
+
+        0 for axes that may split the batch or tokens: other ranks may then do what is counted here.
+        """
+        if not is_settled(trial):
+            return 0.0
+        width = shape_of(trial).width
+        largest = self._sizes.get(width, [0])[-1]
+        return self._work_s.get((recompute, width, largest), 0.0) / max(largest, 1)
+
+    def _size(self, trial: Trial) -> int:
+        return max(1, self.solving.program.batch_size // (trial.microbatches * trial.replicas))
+
+    def _estimate_s(self, trial: Trial, *, fits: bool) -> float:
+        shape, size = shape_of(trial), self._size(trial)
+        budget = self.solving.mean_budget(trial.depth)
+        known = self._sizes[shape.width]
+        below = max(each for each in known if each <= size)
+        above = min(each for each in known if each >= size)
+        low, high = (self._microbatch_s("none", shape.width, each) for each in (below, above))
+        share = (size - below) / (above - below) if above > below else 0.0
+        # Devices that are faster than the slowest take a larger share of the work.
+        once = (low + share * (high - low)) * (shape.depth / self.solving.pace(shape.depth))
+        if trial.recompute == "none":
+            return self.solving.rough("none", self.wishes).estimate_s(shape, once, budget)
+        more = self._more(trial.recompute, shape.width, known[-1], fits=fits)
+        rough = self.solving.rough(trial.recompute, self.wishes)
+        found = rough.estimate_s(shape, once * more, budget)
+        if not self.mixes or found == inf:
+            return found
+        share = self.solving.rough("none", self.wishes).share_over(shape, rough, budget)
+        mixed = rough.estimate_s(shape, once * (1.0 + share * (more - 1.0)), budget)
+        self._mixed[trial] = found / mixed if mixed else 1.0
+        return mixed
+
+    def _more(self, recompute: Recompute, width: int, size: int, *, fits: bool) -> float:
+        """Return how many times as long a micro-batch takes with recomputation, at the largest size if it is needed."""
+        if fits:  # likely nothing comes of it, and work tells enough
+            return self.solving.rough(recompute, self.wishes).work / self.solving.rough("none", self.wishes).work
+        less = self._microbatch_s("none", width, size)
+        return self._microbatch_s(recompute, width, size) / less if 0 < less < inf else 1.0
+
+    def _microbatch_s(self, recompute: Recompute, width: int, size: int) -> float:
+        """Return the seconds of a micro-batch through all stages on tensor-parallel ranks alone; memory is no limit."""
+        key = (recompute, width, size)
+        if key not in self._work_s:
+            known = [each for each, found in self._work_s.items() if found < inf]
+            if known and self.left_s() < self._kept_s:
+                return self._scaled_s(key, known)
+            trial = tensor_parallel(self.solving.program.batch_size, size, width, recompute)
+            self._work_s[key] = self.relaxed_s(trial) / trial.microbatches
+        return self._work_s[key]
+
+    def _scaled_s(self, wanted: tuple[Recompute, int, int], known: Sequence[tuple[Recompute, int, int]]) -> float:
+        """Return the same by proportion, from the nearest width and size that were computed."""
+        recompute, width, size = wanted
+        near = min(known, key=lambda key: (key[0] != recompute, abs(log(key[1] / width)), abs(log(key[2] / size))))
+        works = [self.solving.rough(way, self.wishes).work for way in (recompute, near[0])]
+        return self._work_s[near] * (works[0] / works[1]) * (near[1] / width) * (size / near[2])
+
+
+def _spread(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the smallest and largest of sorted sizes and some between."""
+    if len(sizes) <= most:
+        return list(sizes)
+    return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]

@@ -1,0 +1,52 @@
+"""Estimates of trials, and the bounds that follow from them, against the plans that the search makes."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+import torch
+
+from autopar.api.estimating import Estimates
+from autopar.api.solving import Solved, Solving
+from autopar.api.wishes import read_wishes
+from autopar.capture import Captured, capture
+from autopar.options import PlanOptions
+from autopar.search.meshes import MeshAxis, Role
+from autopar.search.trials import Trial, Uniform
+from tests.api.test_outer import CAPTURED, Deep, cluster
+
+MANY_SAMPLES = capture(Deep(), (torch.empty(8192, 128),))
+
+
+def estimates(program: Captured = CAPTURED) -> Estimates:
+    options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
+    solving = Solving(program.graph, cluster(), options)
+    return Estimates(solving, read_wishes(options), False, lambda: 60.0)
+
+
+def step_s(of: Estimates, trial: Trial) -> float:
+    priced = of.solving.bound(trial, of.wishes, 60.0)
+    assert not isinstance(priced, Solved)
+    return of.solving.solve(priced, of.wishes, [], inf, 60.0).step_s
+
+
+@pytest.mark.parametrize("role", ["dp_shard", "dp_replicate", "tp", "free"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("program", [CAPTURED, MANY_SAMPLES], ids=["few samples", "many samples"])
+def test_no_plan_of_a_trial_beats_its_bound(program: Captured, recompute: Uniform, role: Role):
+    found = estimates(program)
+    trial = Trial((MeshAxis(role, 4),), recompute=recompute)
+    found.of([trial], fits=False)
+
+    assert found.bound_s(trial) <= step_s(found, trial) * (1 + 1e-9)
+
+
+def test_what_tensor_parallel_ranks_take_says_nothing_of_axes_that_may_split_the_batch():
+    """With many samples a free axis splits them, which takes far less than tensor parallelism."""
+    found = estimates(MANY_SAMPLES)
+    free, tensor = (Trial((MeshAxis(role, 4),)) for role in ("free", "tp"))
+    found.of([free, tensor], fits=False)
+
+    assert found.bound_s(tensor) > 1.1 * step_s(found, free)
+    assert found.bound_s(free) == found.microbatch_s(free) == 0.0
