@@ -72,6 +72,16 @@ class Stack:
     flat_copies: bool = False
     """Whether gradients are copied into contiguous buffers to be reduced and to update parameters (DeepSpeed)."""
 
+    cross_entropy: str = "torch"
+    """Whose kernels compute cross entropy from the logits; empty: one kernel forward and one backward, as compiled.
+
+    `torch`: its own `log_softmax` and `nll_loss`. `vocab_parallel`: Megatron's, operator by operator in float32
+    (megatron/core/tensor_parallel/cross_entropy.py, on one rank as on several; gpt-neox has the same).
+    `vocab_parallel_fused`: the same in few compiled kernels (megatron/core/fusions/fused_cross_entropy.py). `composer`:
+    flash-attn's on logits of 16 bits, the default of llm-foundry's MPT, and after backward its two training metrics,
+    each the cross entropy again in float32 (composer/trainer, "Use microbatch outputs to update training metrics").
+    """
+
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
         return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
@@ -108,6 +118,7 @@ class Stack:
             host_s=catalog.number(entry, "host"),
             fusion=catalog.number(entry, "fusion"),
             sums_in_products=self.sums_in_products,
+            cross_entropy=self.cross_entropy,
             matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()},
             default_matmul_efficiency=sustained * device.default_matmul_efficiency,
             attention_efficiency=attention,
@@ -121,19 +132,21 @@ _EARLY_STOP = 2024
 """The first whole year of torch 2.1 (October 2023)."""
 
 
+_CORE = Stack(
+    "fused",
+    float32_gradients=True,
+    overlaps=True,
+    gathers_ahead=True,
+    overlaps_tensor=True,
+    vendor_attention=True,
+    sums_in_products=True,
+    cross_entropy="vocab_parallel_fused",
+)
+"""Megatron-Core as NeMo's recipes run it: with `--tp-comm-overlap`, off by default, which Transformer Engine does."""
+
 _FRAMEWORKS = (
-    (
-        r"megatron.?(core|bridge)|nemo|transformer.?engine",
-        Stack(
-            "fused",
-            float32_gradients=True,
-            overlaps=True,
-            gathers_ahead=True,
-            overlaps_tensor=True,
-            vendor_attention=True,
-            sums_in_products=True,
-        ),
-    ),
+    (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", _CORE),
+    (r"megatron.?core", replace(_CORE, overlaps_tensor=False, hides_backward=True)),
     (
         r"megatron.?deepspeed",
         Stack(
@@ -143,15 +156,40 @@ _FRAMEWORKS = (
             long_sums_without_zero=True,
             long_sums_from_ends=True,
             flat_copies=True,
+            cross_entropy="vocab_parallel",
         ),
     ),
-    (r"neox", Stack("fused", float32_gradients=False, overlaps=False, long_sums_without_zero=True, flat_copies=True)),
+    (
+        r"neox",
+        Stack(
+            "fused",
+            float32_gradients=False,
+            overlaps=False,
+            long_sums_without_zero=True,
+            flat_copies=True,
+            cross_entropy="vocab_parallel",
+        ),
+    ),
     (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True)),
-    (r"megatron", Stack("fused", float32_gradients=True, overlaps=False, hides_backward=True)),
+    (
+        r"megatron",
+        Stack("fused", float32_gradients=True, overlaps=False, hides_backward=True, cross_entropy="vocab_parallel"),
+    ),
+    (
+        r"composer|llm.?foundry",
+        Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, cross_entropy="composer"),
+    ),
     (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
     (
         r"maxtext|pax|jax|xla",
-        Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False, vendor_attention=True),
+        Stack(
+            "compiled",
+            float32_gradients=False,
+            overlaps=True,
+            reruns_all=False,
+            vendor_attention=True,
+            cross_entropy="",
+        ),
     ),
 )
 """What a framework's name contains, the more specific first. What runs under JAX is compiled by XLA, always."""
@@ -174,4 +212,4 @@ def is_known(framework: str) -> bool:
 def stack_of(framework: str, compiled: bool) -> Stack:
     """Return the stack of a framework, given whether torch.compile ran; PyTorch's own where the name says nothing."""
     found = next((each for pattern, each in _FRAMEWORKS if re.search(pattern, framework.lower())), pytorch())
-    return replace(found, kernels="compiled") if compiled else found
+    return replace(found, kernels="compiled", cross_entropy="") if compiled else found

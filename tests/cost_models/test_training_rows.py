@@ -92,6 +92,19 @@ def test_a_framework_that_nobody_knows_is_pytorchs_own():
     assert stack_of("megatron-core+te", compiled=False).overlaps_tensor
 
 
+def test_gathers_hide_behind_products_where_transformer_engine_does_that_and_else_in_backward_alone():
+    hides = {
+        name: (stack.overlaps_tensor, stack.hides_backward)
+        for name in ("megatron-core", "Megatron-Core (TE)", "nemo", "megatron-bridge", "megatron-lm")
+        for stack in [stack_of(name, compiled=False).of_year(2025)]
+    }
+
+    assert hides == {
+        "megatron-core": (False, True), "Megatron-Core (TE)": (True, False), "nemo": (True, False),
+        "megatron-bridge": (True, False), "megatron-lm": (False, True),
+    }  # fmt: skip
+
+
 def test_frameworks_that_are_always_compiled_or_share_megatrons_kernels_are_known_by_name():
     kernels = {name: stack_of(name, compiled=False).kernels for name in ("MaxText", "paxml", "gpt-neox", "deepspeed")}
 
