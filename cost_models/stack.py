@@ -82,6 +82,19 @@ class Stack:
     each the cross entropy again in float32 (composer/trainer, "Use microbatch outputs to update training metrics").
     """
 
+    compiles_loss_from: int = 0
+    """Year from which torch.compile takes in the loss; before it, layers alone.
+
+    torchtitan of 2024: "compiling loss function causes CUDA errors, turning off for now" (its train.py).
+    """
+
+    short_gradients_from: int = 0
+    """Year from which gradients are summed and reduced in the type of the parameters after all; 0: never.
+
+    `grad_sync_dtype=bf16` in the launcher scripts of NeMo-Framework-Launcher (examples/training/*/h100), later
+    `grad_reduce_in_fp32 = False` in the recipes of NeMo 2 and Megatron-Bridge.
+    """
+
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
         return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
@@ -90,8 +103,10 @@ class Stack:
         """Return the stack as it was then."""
         return replace(
             self,
+            float32_gradients=self.float32_gradients and not 0 < self.short_gradients_from <= year,
             hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD,
             reruns_all=self.reruns_all and not (self.stops_early and year >= _EARLY_STOP),
+            cross_entropy="torch" if year < self.compiles_loss_from else self.cross_entropy,
         )
 
     def cut(self, layers: int, stages: int) -> Stack:
@@ -141,12 +156,13 @@ _CORE = Stack(
     vendor_attention=True,
     sums_in_products=True,
     cross_entropy="vocab_parallel_fused",
+    short_gradients_from=2023,
 )
 """Megatron-Core as NeMo's recipes run it: with `--tp-comm-overlap`, off by default, which Transformer Engine does."""
 
 _FRAMEWORKS = (
     (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", _CORE),
-    (r"megatron.?core", replace(_CORE, overlaps_tensor=False, hides_backward=True)),
+    (r"megatron.?core", replace(_CORE, overlaps_tensor=False, hides_backward=True, short_gradients_from=0)),
     (
         r"megatron.?deepspeed",
         Stack(
@@ -179,7 +195,17 @@ _FRAMEWORKS = (
         r"composer|llm.?foundry",
         Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, cross_entropy="composer"),
     ),
-    (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
+    (
+        r"torchtitan",
+        Stack(
+            "eager",
+            float32_gradients=False,
+            overlaps=True,
+            reruns_all=False,
+            per_operator=True,
+            compiles_loss_from=2025,
+        ),
+    ),
     (
         r"maxtext|pax|jax|xla",
         Stack(

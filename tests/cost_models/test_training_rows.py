@@ -113,6 +113,14 @@ def test_gathers_hide_behind_products_where_transformer_engine_does_that_and_els
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("framework", "year", "long"), [
+    ("nemo", 2022, True), ("nemo", 2023, False), ("megatron-core+te", 2025, False),
+    ("megatron-core", 2025, True), ("megatron-lm", 2025, True),
+])  # fmt: skip
+def test_nemos_recipes_sum_gradients_in_bf16_and_megatrons_default_is_float32(framework: str, year: int, long: bool):
+    assert stack_of(framework, compiled=False).of_year(year).float32_gradients is long
+
+
 def test_frameworks_that_are_always_compiled_or_share_megatrons_kernels_are_known_by_name():
     kernels = {name: stack_of(name, compiled=False).kernels for name in ("MaxText", "paxml", "gpt-neox", "deepspeed")}
 

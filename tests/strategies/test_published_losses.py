@@ -152,5 +152,10 @@ def test_a_framework_has_the_loss_that_it_runs(framework: str):
     assert device.cross_entropy == KINDS[framework]
 
 
+@pytest.mark.parametrize(("year", "loss"), [(2024, "torch"), (2025, "")])
+def test_torchtitan_compiles_its_loss_later_than_its_layers(year: int, loss: str):
+    assert stack_of("torchtitan", compiled=True).of_year(year).cross_entropy == loss
+
+
 def test_what_is_compiled_has_the_loss_of_a_compiler():
     assert stack_of("torchtitan", compiled=True).cross_entropy == ""
