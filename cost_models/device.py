@@ -122,6 +122,9 @@ class DeviceSpec:
     sums_in_products: bool = False
     """Whether a product adds its result to a sum in memory by itself (gradients of several micro-batches)."""
 
+    cross_entropy: str = ""
+    """Whose kernels compute cross entropy, see `Stack.cross_entropy`; empty: those of our own programs."""
+
     catalog: str = ""
     """Catalogue entry that the figures come from; empty if described by the user."""
 

@@ -72,6 +72,29 @@ class Stack:
     flat_copies: bool = False
     """Whether gradients are copied into contiguous buffers to be reduced and to update parameters (DeepSpeed)."""
 
+    cross_entropy: str = "torch"
+    """Whose kernels compute cross entropy from the logits; empty: one kernel forward and one backward, as compiled.
+
+    `torch`: its own `log_softmax` and `nll_loss`. `vocab_parallel`: Megatron's, operator by operator in float32
+    (megatron/core/tensor_parallel/cross_entropy.py, on one rank as on several; gpt-neox has the same).
+    `vocab_parallel_fused`: the same in few compiled kernels (megatron/core/fusions/fused_cross_entropy.py). `composer`:
+    flash-attn's on logits of 16 bits, the default of llm-foundry's MPT, and after backward its two training metrics,
+    each the cross entropy again in float32 (composer/trainer, "Use microbatch outputs to update training metrics").
+    """
+
+    compiles_loss_from: int = 0
+    """Year from which torch.compile takes in the loss; before it, layers alone.
+
+    torchtitan of 2024: "compiling loss function causes CUDA errors, turning off for now" (its train.py).
+    """
+
+    short_gradients_from: int = 0
+    """Year from which gradients are summed and reduced in the type of the parameters after all; 0: never.
+
+    `grad_sync_dtype=bf16` in the launcher scripts of NeMo-Framework-Launcher (examples/training/*/h100), later
+    `grad_reduce_in_fp32 = False` in the recipes of NeMo 2 and Megatron-Bridge.
+    """
+
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
         return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
@@ -80,8 +103,10 @@ class Stack:
         """Return the stack as it was then."""
         return replace(
             self,
+            float32_gradients=self.float32_gradients and not 0 < self.short_gradients_from <= year,
             hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD,
             reruns_all=self.reruns_all and not (self.stops_early and year >= _EARLY_STOP),
+            cross_entropy="torch" if year < self.compiles_loss_from else self.cross_entropy,
         )
 
     def cut(self, layers: int, stages: int) -> Stack:
@@ -108,6 +133,7 @@ class Stack:
             host_s=catalog.number(entry, "host"),
             fusion=catalog.number(entry, "fusion"),
             sums_in_products=self.sums_in_products,
+            cross_entropy=self.cross_entropy,
             matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()},
             default_matmul_efficiency=sustained * device.default_matmul_efficiency,
             attention_efficiency=attention,
@@ -121,19 +147,22 @@ _EARLY_STOP = 2024
 """The first whole year of torch 2.1 (October 2023)."""
 
 
+_CORE = Stack(
+    "fused",
+    float32_gradients=True,
+    overlaps=True,
+    gathers_ahead=True,
+    overlaps_tensor=True,
+    vendor_attention=True,
+    sums_in_products=True,
+    cross_entropy="vocab_parallel_fused",
+    short_gradients_from=2023,
+)
+"""Megatron-Core as NeMo's recipes run it: with `--tp-comm-overlap`, off by default, which Transformer Engine does."""
+
 _FRAMEWORKS = (
-    (
-        r"megatron.?(core|bridge)|nemo|transformer.?engine",
-        Stack(
-            "fused",
-            float32_gradients=True,
-            overlaps=True,
-            gathers_ahead=True,
-            overlaps_tensor=True,
-            vendor_attention=True,
-            sums_in_products=True,
-        ),
-    ),
+    (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", _CORE),
+    (r"megatron.?core", replace(_CORE, overlaps_tensor=False, hides_backward=True, short_gradients_from=0)),
     (
         r"megatron.?deepspeed",
         Stack(
@@ -143,15 +172,50 @@ _FRAMEWORKS = (
             long_sums_without_zero=True,
             long_sums_from_ends=True,
             flat_copies=True,
+            cross_entropy="vocab_parallel",
         ),
     ),
-    (r"neox", Stack("fused", float32_gradients=False, overlaps=False, long_sums_without_zero=True, flat_copies=True)),
+    (
+        r"neox",
+        Stack(
+            "fused",
+            float32_gradients=False,
+            overlaps=False,
+            long_sums_without_zero=True,
+            flat_copies=True,
+            cross_entropy="vocab_parallel",
+        ),
+    ),
     (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True)),
-    (r"megatron", Stack("fused", float32_gradients=True, overlaps=False, hides_backward=True)),
-    (r"torchtitan", Stack("eager", float32_gradients=False, overlaps=True, reruns_all=False, per_operator=True)),
+    (
+        r"megatron",
+        Stack("fused", float32_gradients=True, overlaps=False, hides_backward=True, cross_entropy="vocab_parallel"),
+    ),
+    (
+        r"composer|llm.?foundry",
+        Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, cross_entropy="composer"),
+    ),
+    (
+        r"torchtitan",
+        Stack(
+            "eager",
+            float32_gradients=False,
+            overlaps=True,
+            reruns_all=False,
+            per_operator=True,
+            compiles_loss_from=2025,
+        ),
+    ),
     (
         r"maxtext|pax|jax|xla",
-        Stack("compiled", float32_gradients=False, overlaps=True, reruns_all=False, vendor_attention=True),
+        Stack(
+            "compiled",
+            float32_gradients=False,
+            overlaps=True,
+            reruns_all=False,
+            vendor_attention=True,
+            cross_entropy="",
+        ),
     ),
 )
 """What a framework's name contains, the more specific first. What runs under JAX is compiled by XLA, always."""
@@ -174,4 +238,4 @@ def is_known(framework: str) -> bool:
 def stack_of(framework: str, compiled: bool) -> Stack:
     """Return the stack of a framework, given whether torch.compile ran; PyTorch's own where the name says nothing."""
     found = next((each for pattern, each in _FRAMEWORKS if re.search(pattern, framework.lower())), pytorch())
-    return replace(found, kernels="compiled") if compiled else found
+    return replace(found, kernels="compiled", cross_entropy="") if compiled else found

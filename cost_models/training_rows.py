@@ -9,9 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cost_models import catalog
+from cost_models.cells import (
+    answer_of,
+    choice_of,
+    count_of,
+    device_of,
+    family_of,
+    fuses_attention,
+    is_yes,
+    peak_bytes_of,
+    positive_of,
+    precision_of,
+    rate_of,
+    text_of,
+    zero_stage_of,
+)
 from cost_models.cluster import ClusterSpec
 from cost_models.cluster_file import shorthand_node
-from cost_models.device_names import catalogued_name
 from cost_models.errors import CostModelError
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
 from cost_models.stack import Stack, is_known, stack_of
@@ -31,11 +45,6 @@ WHOLLY_SHARDED = 3
 """ZeRO stage at which parameters are sharded at rest."""
 
 _RECOMPUTE = ("none", "selective", "full")
-_PRECISIONS = ("fp32", "bf16", "fp16")
-_TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_FAMILIES = ("gpt", "llama")
-_YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
-_ANSWERS = (*_YES, *_NO)
 _NEUTRAL = frozenset({"", "0", "1", "no", "none", "n/a", "false"})
 _UNPRICED: Mapping[str, str] = {
     "experts": "steps of mixtures of experts are not priced from a table",
@@ -45,6 +54,9 @@ _UNPRICED: Mapping[str, str] = {
     "offload": "state kept in the host's memory is not priced",
 }
 """Columns that other tables have, and what is not priced of them: a row is refused rather than priced without."""
+
+_EXPERTS = r"mixtral|moe\b|\b\d+x\d+b|\ba\d+(\.\d+)?b\b"
+"""What names of mixtures of experts contain: Mixtral-8x7B, Qwen3-30B-A3B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,41 +124,44 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
 
     Raises `CostModelError` for what the row does not say, what cannot be, and devices that the catalogue does not know.
     """
-    device = catalogued_name(_text(row, "device"))
-    architecture = _architecture(row)
+    link_gb_per_s = rate_of(row, "intra_node_GB_per_s_per_gpu")
+    device, of_device = device_of(row, link_gb_per_s)
+    architecture, of_sizes = _architecture(row)
     _refuse_unsaid(row)
-    zero = int(_choice(row, "zero", ("0", "1", "2", "3")))
-    interleave = 1 if (row.get("interleave") or "").strip() in {"", "0"} else _count(row, "interleave")
-    stages = _count(row, "pp") * interleave
-    framework = _text(row, "framework")
-    stack = stack_of(framework, _is_yes(row.get("compiled") or "")).at_zero(zero)
+    _refuse_other_heads(row, architecture)
+    zero = zero_stage_of(row)
+    interleave = 1 if (row.get("interleave") or "").strip() in {"", "0"} else count_of(row, "interleave")
+    stages = count_of(row, "pp") * interleave
+    framework = text_of(row, "framework")
+    of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
+    stack = stack_of(framework, is_yes(row.get("compiled") or "")).at_zero(zero)
     read = TrainingRow(
-        id=_text(row, "id"),
-        source=_text(row, "source"),
-        model=_text(row, "model"),
+        id=(row.get("id") or "").strip() or "row",
+        source=(row.get("source") or "").strip() or "no source named",
+        model=(row.get("model") or "").strip() or architecture.family,
         architecture=architecture,
-        stack=stack.of_year(_count(row, "year")).cut(architecture.layers, stages),
-        year=_count(row, "year"),
+        stack=stack.of_year(count_of(row, "year")).cut(architecture.layers, stages),
+        year=count_of(row, "year"),
         device=device,
-        gpus=_count(row, "gpus"),
-        gpus_per_node=_count(row, "gpus_per_node"),
-        link_bytes_per_s=_number(row, "intra_node_GB_per_s_per_gpu") * _GB,
-        nic_bytes_per_s=_number(row, "inter_node_Gbit_per_s_per_node") * _GBIT,
+        gpus=count_of(row, "gpus"),
+        gpus_per_node=count_of(row, "gpus_per_node"),
+        link_bytes_per_s=link_gb_per_s * _GB,
+        nic_bytes_per_s=rate_of(row, "inter_node_Gbit_per_s_per_node") * _GBIT,
         fabric=row.get("fabric_note") or "",
-        seq_len=_count(row, "seq_len"),
-        precision=_precision(row),
-        dp=_count(row, "dp"),
-        tp=_count(row, "tp"),
-        pp=_count(row, "pp"),
+        seq_len=count_of(row, "seq_len"),
+        precision=precision_of(row),
+        dp=count_of(row, "dp"),
+        tp=count_of(row, "tp"),
+        pp=count_of(row, "pp"),
         interleave=interleave,
-        sequence_parallel=_choice(row, "sequence_parallel", _ANSWERS) in _YES,
+        sequence_parallel=answer_of(row, "sequence_parallel"),
         zero=zero,
-        micro_batch=_count(row, "micro_batch"),
-        global_batch=_count(row, "global_batch"),
-        recompute=_choice(row, "recompute", _RECOMPUTE),
-        measured_step_s=_positive(row, "measured_step_s"),
-        measured_peak_bytes=_peak_bytes(row),
-        assumed="" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch",
+        micro_batch=count_of(row, "micro_batch"),
+        global_batch=count_of(row, "global_batch"),
+        recompute=choice_of(row, "recompute", _RECOMPUTE),
+        measured_step_s=positive_of(row, "measured_step_s"),
+        measured_peak_bytes=peak_bytes_of(row),
+        assumed="; ".join(filter(None, (of_device, *of_sizes, of_framework))),
     )
     _check(read)
     return read
@@ -218,18 +233,23 @@ def _host_waits(read: TrainingRow) -> bool:
     return 0 < from_nodes <= read.gpus / read.gpus_per_node
 
 
-def _architecture(row: Mapping[str, str]) -> Architecture:
-    return Architecture(
-        family=_choice(row, "family", _FAMILIES),
-        is_nemotron="nemotron" in row.get("model", "").lower(),
-        layers=_count(row, "layers"),
-        hidden=_count(row, "hidden"),
-        heads=_count(row, "heads"),
-        kv_heads=_count(row, "kv_heads"),
-        ffn_hidden=_count(row, "ffn_hidden"),
-        vocab=_count(row, "vocab"),
-        fused_attention=_choice(row, "attention", ("flash", "unfused")) == "flash",
+def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]]:
+    """Return a row's sizes, and what was assumed of them."""
+    family, of_family = family_of(row)
+    heads = count_of(row, "heads")
+    grouped = (row.get("kv_heads") or "").strip() != ""
+    sizes = Architecture(
+        family=family,
+        is_nemotron="nemotron" in (row.get("model") or "").lower(),
+        layers=count_of(row, "layers"),
+        hidden=count_of(row, "hidden"),
+        heads=heads,
+        kv_heads=count_of(row, "kv_heads") if grouped else heads,
+        ffn_hidden=count_of(row, "ffn_hidden"),
+        vocab=count_of(row, "vocab"),
+        fused_attention=fuses_attention(row),
     )
+    return sizes, (of_family, "" if grouped else f"kv_heads is missing: as many as heads, {heads}")
 
 
 def _check(read: TrainingRow) -> None:
@@ -252,61 +272,19 @@ def _check(read: TrainingRow) -> None:
         raise CostModelError(f"interleave is {read.interleave} without pipeline stages")
 
 
+def _refuse_other_heads(row: Mapping[str, str], sizes: Architecture) -> None:
+    """Raise where a row says that heads are of another size than what they share of the hidden size."""
+    if (row.get("head_dim") or "").strip() and count_of(row, "head_dim") * sizes.heads != sizes.hidden:
+        raise CostModelError(
+            f"head_dim is {row['head_dim']}, and hidden {sizes.hidden} on {sizes.heads} heads is"
+            f" {sizes.hidden / sizes.heads:g} each: heads of another size are not priced"
+        )
+
+
 def _refuse_unsaid(row: Mapping[str, str]) -> None:
     """Raise for columns beyond those of the format that say what a price would have to know, and does not."""
+    if (row.get("experts") or "").strip() == "" and re.search(_EXPERTS, row.get("model") or "", re.IGNORECASE):
+        raise CostModelError(f"model is {row['model']!r}: {_UNPRICED['experts']}")
     for column, what in _UNPRICED.items():
         if (row.get(column) or "").strip().lower() not in _NEUTRAL:
             raise CostModelError(f"{column} is {row[column]!r}: {what}")
-
-
-def _text(row: Mapping[str, str], column: str) -> str:
-    found = (row.get(column) or "").strip()
-    if not found:
-        raise CostModelError(f"{column} is missing")
-    return found
-
-
-def _choice(row: Mapping[str, str], column: str, known: tuple[str, ...]) -> str:
-    found = _text(row, column).lower()
-    if found not in known:
-        raise CostModelError(f"{column} is {found!r}, not one of {', '.join(known)}")
-    return found
-
-
-def _peak_bytes(row: Mapping[str, str]) -> float | None:
-    said = (row.get("measured_peak_gib") or "").strip()
-    return _positive(row, "measured_peak_gib") * 2**30 if said else None
-
-
-def _precision(row: Mapping[str, str]) -> str:
-    """Return the type of mixed precision, by torch's name or the short one."""
-    name = _TYPE_NAMES.get(_text(row, "precision").lower())
-    return name or _choice(row, "precision", _PRECISIONS)
-
-
-def _is_yes(text: str) -> bool:
-    return text.strip().lower() in _YES
-
-
-def _number(row: Mapping[str, str], column: str) -> float:
-    try:
-        value = float(_text(row, column))
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise CostModelError(f"{column} is {row[column]!r}, not a number of at least 0")
-    return value
-
-
-def _positive(row: Mapping[str, str], column: str) -> float:
-    value = _number(row, column)
-    if not value:
-        raise CostModelError(f"{column} is {row[column]!r}, not a number above 0")
-    return value
-
-
-def _count(row: Mapping[str, str], column: str) -> int:
-    value = _positive(row, column)
-    if value != int(value):
-        raise CostModelError(f"{column} is {row[column]!r}, not a whole number")
-    return int(value)

@@ -104,6 +104,9 @@ class Validation:
         }
 
 
+_CAPITALS = ("intra_node_GB_per_s_per_gpu", "inter_node_Gbit_per_s_per_node")
+"""Columns whose names have capitals."""
+
 Row = tuple[int, Mapping[str, str]]
 """Line of the file, and its values by column."""
 
@@ -207,7 +210,7 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
-            header = [name.strip() for name in next(reader, [])]
+            header = [_column(name) for name in next(reader, [])]
             rows = [(reader.line_num, cells) for cells in reader if cells]
     except OSError as error:
         raise ValidationError(f"{path}: cannot be read: {error.strerror}") from None
@@ -219,6 +222,12 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         twice = next(name for name in header if header.count(name) > 1)
         raise ValidationError(f"{path}: names column {twice!r} twice")
     return header, rows
+
+
+def _column(name: str) -> str:
+    """Return a column's name as the formats have it, however capitals are set."""
+    small = name.strip().lower()
+    return next((each for each in _CAPITALS if each.lower() == small), small)
 
 
 def _format(path: Path, header: Sequence[str]) -> Format:

@@ -44,8 +44,8 @@ from cost_models.validation import Row, Skipped
 _VOCAB_MULTIPLE = 128
 """Training codes pad the vocabulary to a multiple of this for each tensor-parallel rank (Megatron-LM's default)."""
 
-ProgramKey = tuple[Architecture, int, int, int, str, bool]
-"""Sizes, vocabulary, batch, sequence, precision, and whether gradients are in float32."""
+ProgramKey = tuple[Architecture, int, int, int, str, bool, bool]
+"""Sizes, vocabulary, batch, sequence, precision, and whether gradients and the loss's logits are in float32."""
 
 _DROPOUT = 0.1
 """Of attention's scores and of what layers add, where scores are in memory: the default of GPT codes of that time."""
@@ -182,19 +182,22 @@ def _fixed(read: TrainingRow) -> dict[str, int | str | bool]:
 
 
 def _program_key(read: TrainingRow) -> ProgramKey:
-    """Return what decides a row's program: sizes, vocabulary as padded, batch, sequence, type, whose gradients."""
+    """Return what decides a row's program: sizes, vocabulary as padded, batch, sequence, types."""
     short = read.stack.float32_gradients and read.precision == "bf16"
     multiple = _VOCAB_MULTIPLE * read.tp
     vocab = read.architecture.vocab
     if vocab % (multiple // 2):
         vocab = -(-vocab // multiple) * multiple
-    return read.architecture, vocab, read.global_batch, read.seq_len, read.precision, short
+    float32_loss = read.stack.cross_entropy != "composer"
+    return read.architecture, vocab, read.global_batch, read.seq_len, read.precision, short, float32_loss
 
 
 @lru_cache(maxsize=2)
-def _graph(sizes: Architecture, vocab: int, batch: int, seq: int, precision: str, long_gradients: bool) -> Graph:
+def _graph(
+    sizes: Architecture, vocab: int, batch: int, seq: int, precision: str, long_gradients: bool, float32_loss: bool
+) -> Graph:
     """Return the program of a model whose parameters are of the precision's type, at full depth."""
-    settings = _settings(sizes, vocab, seq, min(sizes.layers, SHALLOW))
+    settings = replace(_settings(sizes, vocab, seq, min(sizes.layers, SHALLOW)), float32_loss=float32_loss)
     with torch.device("meta"):
         model = settings.model().to(_TYPES[precision]).train()
         inputs = settings.inputs(batch, seq)

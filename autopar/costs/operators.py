@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.costs.fusion import Fused
+from autopar.costs.losses import NLL_FORWARD, loss_kernels
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.roles import is_view
@@ -103,6 +104,10 @@ def seconds(
         flops = np.array([_attention_flops(op, i) for i in ins], dtype=np.float64)
         attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device)
         return np.asarray(attention, dtype=np.float64) + _fresh(op, outs, device)
+    if theirs := loss_kernels(op, device.cross_entropy):
+        item = metas[theirs.scores].item_bytes
+        of_scores = np.array([math.prod(i[theirs.scores]) * item for i in ins], dtype=np.float64)
+        return np.asarray(compute.memory_bound_s(theirs.passes * of_scores, device), dtype=np.float64)
     passes, made = _SPLIT_SOFTMAX.get(op.target, (0.0, 0.0))
     split = np.array([any(axis.lowering == "class" for axis in s.axes) for s in strategies], dtype=np.float64)
     scores = np.array([math.prod(i[0]) * metas[0].item_bytes if i else 0 for i in ins], dtype=np.float64)
@@ -290,6 +295,8 @@ def _traffic(
     if op.target.startswith(_WRITES_WITHOUT_READING):
         return float(written)
     read = [math.prod(shape) * meta.item_bytes for shape, meta in zip(ins, metas, strict=True)]
+    if op.target in NLL_FORWARD:
+        read[0] = math.prod(ins[1]) * metas[0].item_bytes
     if fused is not None:
         return float(written + sum(moved for moved, at_hand in zip(read, fused.reads, strict=True) if not at_hand))
     extra = _EXTRA_PASSES.get(op.target, 0.0) * max(read, default=0.0)

@@ -121,7 +121,7 @@ class Builder:
                 op = self.graph.by_name[member]
                 metas = tuple(self.graph.meta(ref) for ref in op.refs)
                 strategies = [option[place] for option in cluster.options]
-                held = workspace_bytes(op, metas, strategies, self.links.sizes, self.links.cluster.device.kind)
+                held = workspace_bytes(op, metas, strategies, self.links.sizes, self.links.cluster.device)
                 if held is not None:
                     found[member] = held
         return found

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.costs.liveness import local_bytes
+from autopar.costs.losses import loss_kernels
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Shard, local_outer, local_shape
 from autopar.ir.reshard import Step
@@ -15,6 +16,7 @@ from autopar.ir.roles import order_of
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 from autopar.ir.tensor import TensorMeta
+from cost_models.device import DeviceSpec
 
 _CONVOLUTION = "aten.convolution.default"
 _CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
@@ -25,7 +27,7 @@ PART_BYTES = {"cpu": 1 << 20, "other": 1 << 26}
 
 
 def workspace_bytes(
-    op: Op, metas: Sequence[TensorMeta], strategies: Sequence[MeshStrategy], sizes: tuple[int, ...], device_kind: str
+    op: Op, metas: Sequence[TensorMeta], strategies: Sequence[MeshStrategy], sizes: tuple[int, ...], device: DeviceSpec
 ) -> Floats | None:
     """Return the bytes that one instance of an operator holds on one device while it runs, for each strategy.
 
@@ -33,10 +35,14 @@ def workspace_bytes(
     and frees that before the result is put in the plain layout; backward copies the image and the gradient, then the
     blocked weight gradient is put in the plain layout. Held against torch 2.13's allocator on nine shapes (strides,
     groups, 3 to 256 channels): exact for seven. Cross entropy's backward holds a part of its gradient. Workspaces of
-    other kernels and of cuDNN are not modelled: `None`.
+    other kernels and of cuDNN are not modelled: `None`. Of a published stack's cross entropy it is what its kernels
+    hold, below zero where they write over what they read.
     """
+    if theirs := loss_kernels(op, device.cross_entropy):
+        of_scores = [local_bytes(metas[theirs.scores], each.inputs[theirs.scores], sizes) for each in strategies]
+        return theirs.held * np.array(of_scores)
     if op.target == _CROSS_ENTROPY_BACKWARD:
-        part = PART_BYTES["cpu" if device_kind == "cpu" else "other"]
+        part = PART_BYTES["cpu" if device.kind == "cpu" else "other"]
         split = [any(axis.lowering for axis in each.axes) for each in strategies]
         parts = []
         for each, apart in zip(strategies, split, strict=True):
@@ -45,7 +51,7 @@ def workspace_bytes(
             # A sample is never cut: that of an image may be more than a part.
             parts.append(0.0 if apart else min(whole, max(part, whole / max(rows, 1))))
         return np.array(parts)
-    if device_kind != "cpu" or op.target not in {_CONVOLUTION, _CONVOLUTION_BACKWARD}:
+    if device.kind != "cpu" or op.target not in {_CONVOLUTION, _CONVOLUTION_BACKWARD}:
         return None
     backward = op.target == _CONVOLUTION_BACKWARD
     first = 1 if backward else 0

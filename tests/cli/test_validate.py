@@ -88,7 +88,7 @@ def test_training_steps_are_priced_and_reported_by_source(tmp_path: Path, capsys
     assert (document["format"], document["rows"], document["skipped"]) == ("training steps", 1, 1)
     assert document["sources"]["somebody"]["rows"] == 1
     assert document["memory_mean_abs_rel_error"] is not None
-    assert "unknown device preset 'abacus'" in document["skipped_rows"][0]["reason"]
+    assert "device 'abacus' is not in the catalogue" in document["skipped_rows"][0]["reason"]
 
 
 SMALL = ROW | {"layers": "2", "hidden": "128", "heads": "8", "kv_heads": "8", "ffn_hidden": "512", "vocab": "1024"}

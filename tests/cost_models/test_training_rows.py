@@ -17,7 +17,15 @@ DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "training_steps.csv"
 
 WRONG = [
     ({"layers": ""}, "layers is missing"),
-    ({"device": "h1000"}, "unknown device preset 'h1000'"),
+    ({"device": "h1000"}, "device 'h1000' is not in the catalogue (did you mean 'h"),
+    ({"family": "t5"}, "family is 't5', not one of gpt, llama: a table's columns say no more than their sizes"),
+    ({"attention": "fast"}, "attention is 'fast', not one of flash, unfused"),
+    ({"zero": ""}, "zero is missing: 0 for nothing sharded, 1 the optimizer, 2 gradients too, 3 parameters too"),
+    ({"zero": "zero-4"}, "zero is 'zero-4': 0 for nothing sharded"),
+    ({"model": "Mixtral-8x7B"}, "model is 'Mixtral-8x7B': steps of mixtures of experts are not priced"),
+    ({"model": "Qwen3-30B-A3B"}, "steps of mixtures of experts are not priced"),
+    ({"head_dim": "128"}, "head_dim is 128, and hidden 1024 on 16 heads is 64 each"),
+    ({"seq_len": "8,192"}, "seq_len is '8,192', not a number of at least 0"),
     ({"dp": "5"}, "dp 5 x tp 8 x pp 2 is not the 64 GPUs"),
     ({"hidden": "1024.5"}, "hidden is '1024.5', not a whole number"),
     ({"measured_step_s": "0"}, "measured_step_s is '0', not a number above 0"),
@@ -92,6 +100,27 @@ def test_a_framework_that_nobody_knows_is_pytorchs_own():
     assert stack_of("megatron-core+te", compiled=False).overlaps_tensor
 
 
+def test_gathers_hide_behind_products_where_transformer_engine_does_that_and_else_in_backward_alone():
+    hides = {
+        name: (stack.overlaps_tensor, stack.hides_backward)
+        for name in ("megatron-core", "Megatron-Core (TE)", "nemo", "megatron-bridge", "megatron-lm")
+        for stack in [stack_of(name, compiled=False).of_year(2025)]
+    }
+
+    assert hides == {
+        "megatron-core": (False, True), "Megatron-Core (TE)": (True, False), "nemo": (True, False),
+        "megatron-bridge": (True, False), "megatron-lm": (False, True),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("framework", "year", "long"), [
+    ("nemo", 2022, True), ("nemo", 2023, False), ("megatron-core+te", 2025, False),
+    ("megatron-core", 2025, True), ("megatron-lm", 2025, True),
+])  # fmt: skip
+def test_nemos_recipes_sum_gradients_in_bf16_and_megatrons_default_is_float32(framework: str, year: int, long: bool):
+    assert stack_of(framework, compiled=False).of_year(year).float32_gradients is long
+
+
 def test_frameworks_that_are_always_compiled_or_share_megatrons_kernels_are_known_by_name():
     kernels = {name: stack_of(name, compiled=False).kernels for name in ("MaxText", "paxml", "gpt-neox", "deepspeed")}
 
@@ -145,6 +174,14 @@ ANSWERS = [
     ({"interleave": "", "measured_peak_gib": " "}, {"interleave": 1, "measured_peak_bytes": None}),
     ({"interleave": "0", "sequence_parallel": "True"}, {"interleave": 1, "sequence_parallel": True}),
     ({"sequence_parallel": "0"}, {"sequence_parallel": False}),
+    ({"sequence_parallel": ""}, {"sequence_parallel": False}),
+    ({"zero": "ZeRO-3"}, {"zero": 3}),
+    ({"zero": "FULL_SHARD"}, {"zero": 3}),
+    ({"zero": "SHARD_GRAD_OP"}, {"zero": 2}),
+    ({"zero": "stage 2"}, {"zero": 2}),
+    ({"zero": "none"}, {"zero": 0}),
+    ({"id": "", "source": "", "model": ""}, {"id": "row", "source": "no source named", "model": "gpt"}),
+    ({"head_dim": "64"}, {"zero": 0}),
 ]
 
 
@@ -159,6 +196,40 @@ def test_other_spellings_of_what_a_row_says_are_read(change: dict[str, str], rea
 def test_a_row_may_say_in_several_ways_that_it_was_compiled(answer: str):
     assert read_training_row({**ROW, "framework": "pytorch", "compiled": answer}).stack.kernels == "compiled"
     assert read_training_row({**ROW, "framework": "pytorch", "compiled": ""}).stack.kernels == "eager"
+
+
+ASSUMED = [
+    ({"device": "A100"}, "a100-sxm-80gb", "device 'A100' is taken to be a100-sxm-80gb"),
+    ({"device": "A100 40GB"}, "a100-sxm-40gb", "device 'A100 40GB' is taken to be a100-sxm-40gb"),
+    ({"device": "H100 80GB HBM3"}, "h100-sxm-80gb", "device 'H100 80GB HBM3' is taken to be h100-sxm-80gb"),
+    ({"device": "H100", "intra_node_GB_per_s_per_gpu": "64"}, "h100-pcie-80gb", "is taken to be h100-pcie-80gb"),
+    ({"device": "H100", "intra_node_GB_per_s_per_gpu": ""}, "h100-sxm-80gb", "is taken to be h100-sxm-80gb"),
+    ({"device": "Tesla V100"}, "v100-32gb", "device 'Tesla V100' is taken to be v100-32gb"),
+    ({"family": "Qwen-2", "device": "b200"}, "b200", "family 'Qwen-2' is priced as llama"),
+    ({"kv_heads": ""}, "a100-sxm-80gb", "kv_heads is missing: as many as heads, 16"),
+]
+
+
+@pytest.mark.parametrize(("change", "device", "assumed"), ASSUMED)
+def test_what_a_row_leaves_out_is_assumed_and_said(change: dict[str, str], device: str, assumed: str):
+    found = read_training_row({**ROW, **change})
+
+    assert found.device == device
+    assert assumed in found.assumed
+
+
+ATTENTION = {"FlashAttention-2": True, "sdpa": True, "fused": True, "eager": False, "unfused": False, "Math": False}
+
+
+@pytest.mark.parametrize("said", ATTENTION)
+def test_attention_is_fused_under_any_of_its_kernels_names(said: str):
+    assert read_training_row({**ROW, "attention": said}).architecture.fused_attention is ATTENTION[said]
+
+
+def test_one_node_needs_no_rate_between_nodes():
+    alone = {"gpus": "8", "dp": "1", "pp": "1", "inter_node_Gbit_per_s_per_node": ""}
+
+    assert read_training_row({**ROW, **alone}).nic_bytes_per_s == 0
 
 
 def test_a_framework_that_is_not_known_is_plain_pytorch_and_the_row_says_so():

@@ -159,6 +159,10 @@ FILES = [
     ("gpu,gpu\n", "names column 'gpu' twice"),
     ('gpu,dtype\n"open\n', "is no CSV file: unexpected end of data"),
     (
+        "Framework,DEVICE,GPUs,tp,PP,Measured_Step_s\n",
+        "rows of training steps are priced by the command autopar validate",
+    ),
+    (
         "framework,device,gpus,tp,pp,measured_step_s\n",
         "rows of training steps are priced by the command autopar validate",
     ),

@@ -37,6 +37,9 @@ class GptSettings:
     fused_attention: bool = True
     """Whether scores stay inside one kernel (flash attention)."""
 
+    float32_loss: bool = True
+    """Whether cross entropy is computed on the logits in float32, or as they are."""
+
     default_batch = 8
 
     @property
@@ -89,6 +92,7 @@ class Gpt(nn.Module):
     def __init__(self, settings: GptSettings) -> None:
         super().__init__()
         self.dropout = settings.dropout
+        self.float32_loss = settings.float32_loss
         self.tokens = nn.Embedding(settings.vocab, settings.hidden)
         self.positions = None if settings.rotary_positions else nn.Embedding(settings.positions, settings.hidden)
         self.size = settings.hidden // settings.heads
@@ -109,4 +113,4 @@ class Gpt(nn.Module):
         x = drop(x, self.dropout, training=self.training)
         for block in self.blocks:
             x = block(x, turn)
-        return token_loss(self.head(self.norm(x)), labels)
+        return token_loss(self.head(self.norm(x)), labels, float32=self.float32_loss)

@@ -32,6 +32,9 @@ class LlamaSettings:
     fused_attention: bool = True
     """Whether scores stay inside one kernel (flash attention)."""
 
+    float32_loss: bool = True
+    """Whether cross entropy is computed on the logits in float32, or as they are."""
+
     sequence: int = 8192
     """Sequence length where none is asked for; rotary positions set no limit."""
 
@@ -160,6 +163,7 @@ class Llama(nn.Module):
         super().__init__()
         self.size = settings.hidden // settings.heads
         self.theta = settings.rope_theta
+        self.float32_loss = settings.float32_loss
         self.embed = nn.Embedding(settings.vocab, settings.hidden)
         self.layers = nn.ModuleList(Layer(settings) for _ in range(settings.layers))
         self.norm = nn.RMSNorm(settings.hidden, eps=1e-5)
@@ -174,4 +178,4 @@ class Llama(nn.Module):
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return token_loss(self.head(self.norm(x)), labels)
+        return token_loss(self.head(self.norm(x)), labels, float32=self.float32_loss)

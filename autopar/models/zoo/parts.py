@@ -7,9 +7,13 @@ from torch import nn
 from torch.nn import functional
 
 
-def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of logits [b, s, v] against labels [b, s], in float32; -100 is not counted."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, float32: bool = True) -> torch.Tensor:
+    """Return the mean cross entropy of logits [b, s, v] against labels [b, s]; -100 is not counted.
+
+    `float32`: of the logits in that type, whatever theirs is.
+    """
+    scores = logits.flatten(0, 1)
+    return functional.cross_entropy(scores.float() if float32 else scores, labels.flatten())
 
 
 def tokens(vocab: int, batch: int, seq: int) -> torch.Tensor:

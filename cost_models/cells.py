@@ -1,0 +1,167 @@
+"""Cells of a table of training steps: what their text says, or an error that names the column and what it may say."""
+
+import re
+from collections.abc import Mapping
+
+from cost_models import catalog
+from cost_models.device_names import catalogued_name
+from cost_models.errors import ClusterError, CostModelError, suggestion
+
+Cells = Mapping[str, str]
+
+_YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
+
+_TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PRECISIONS = ("fp32", "bf16", "fp16")
+
+_KIN: Mapping[str, str] = {
+    **dict.fromkeys(("gpt2", "gpt3", "gptj", "gptneox", "pythia", "opt", "bloom", "falcon", "mpt", "nemotron"), "gpt"),
+    **dict.fromkeys(("llama2", "llama3", "mistral", "qwen", "qwen2", "qwen3", "yi", "phi3"), "llama"),
+    **dict.fromkeys(("internlm", "baichuan", "olmo", "smollm"), "llama"),
+}
+"""Families that differ from one of the two by what hardly takes time: the kind of position, of activation, of norm."""
+
+_FLASH = r"flash|sdpa|fused|cudnn|triton|xformers|memory.?efficient|splash"
+_UNFUSED = r"^(unfused|no|none|eager|math|plain|standard|core|local)$"
+
+_SHARDED = (
+    (r"hybrid_shard_zero2|shard_grad_op|zero2", 2),
+    (r"full_shard|hybrid_shard|fsdp2?|zero3", 3),
+    (r"zero1", 1),
+    (r"no_shard|none|no|ddp|zero0", 0),
+)
+"""What frameworks call a stage of ZeRO: torch's `ShardingStrategy`, DeepSpeed's stages."""
+
+_NVLINK_GB_PER_S = 100.0
+"""Bandwidth a device and direction from which links are NVLink: PCIe 5 with 16 lanes has 64."""
+
+_SIZES = ("", "80gb", "32gb", "96gb", "94gb")
+"""Memories of boards that texts leave out, the one to be taken first."""
+
+
+def text_of(row: Cells, column: str) -> str:
+    """Return a cell's text. Raises `CostModelError` where it is missing."""
+    found = (row.get(column) or "").strip()
+    if not found:
+        raise CostModelError(f"{column} is missing")
+    return found
+
+
+def choice_of(row: Cells, column: str, known: tuple[str, ...]) -> str:
+    """Return a cell's text in small letters, one of those known. Raises `CostModelError` of others."""
+    found = text_of(row, column).lower()
+    if found not in known:
+        raise CostModelError(f"{column} is {found!r}, not one of {', '.join(known)}")
+    return found
+
+
+def is_yes(text: str) -> bool:
+    """Return whether a text says yes."""
+    return text.strip().lower() in _YES
+
+
+def answer_of(row: Cells, column: str) -> bool:
+    """Return whether a cell says yes; one that says nothing says no. Raises `CostModelError` of other texts."""
+    return bool((row.get(column) or "").strip()) and choice_of(row, column, (*_YES, *_NO)) in _YES
+
+
+def number_of(row: Cells, column: str) -> float:
+    """Return a cell's number of at least 0. Raises `CostModelError` of others."""
+    try:
+        value = float(text_of(row, column))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise CostModelError(f"{column} is {row[column]!r}, not a number of at least 0")
+    return value
+
+
+def rate_of(row: Cells, column: str) -> float:
+    """Return a cell's number, 0 where it says none."""
+    return number_of(row, column) if (row.get(column) or "").strip() else 0.0
+
+
+def positive_of(row: Cells, column: str) -> float:
+    """Return a cell's number above 0. Raises `CostModelError` of others."""
+    value = number_of(row, column)
+    if not value:
+        raise CostModelError(f"{column} is {row[column]!r}, not a number above 0")
+    return value
+
+
+def count_of(row: Cells, column: str) -> int:
+    """Return a cell's whole number above 0. Raises `CostModelError` of others."""
+    value = positive_of(row, column)
+    if value != int(value):
+        raise CostModelError(f"{column} is {row[column]!r}, not a whole number")
+    return int(value)
+
+
+def peak_bytes_of(row: Cells) -> float | None:
+    """Return the measured peak memory in bytes; None where a row has none."""
+    said = (row.get("measured_peak_gib") or "").strip()
+    return positive_of(row, "measured_peak_gib") * 2**30 if said else None
+
+
+def precision_of(row: Cells) -> str:
+    """Return the type of mixed precision, by torch's name or the short one."""
+    name = _TYPE_NAMES.get(text_of(row, "precision").lower())
+    return name or choice_of(row, "precision", _PRECISIONS)
+
+
+def family_of(row: Cells) -> tuple[str, str]:
+    """Return `gpt` or `llama`, and what was assumed of another name; empty: nothing."""
+    said = text_of(row, "family")
+    plain = re.sub(r"[^a-z0-9]", "", said.lower())
+    if plain in {"gpt", "llama"}:
+        return plain, ""
+    if plain not in _KIN:
+        raise CostModelError(
+            f"family is {said!r}, not one of gpt, llama: a table's columns say no more than their sizes;"
+            " `autopar plan` prices other models from their code"
+        )
+    return _KIN[plain], f"family {said!r} is priced as {_KIN[plain]}"
+
+
+def fuses_attention(row: Cells) -> bool:
+    """Return whether scores of attention stay inside one kernel."""
+    said = text_of(row, "attention").lower()
+    if re.search(_UNFUSED, said):
+        return False
+    if re.search(_FLASH, said):
+        return True
+    raise CostModelError(f"attention is {said!r}, not one of flash, unfused")
+
+
+def zero_stage_of(row: Cells) -> int:
+    """Return the stage of ZeRO by its number or a framework's name."""
+    said = (row.get("zero") or "").strip().lower()
+    plain = re.sub(r"stage|[ -]", "", said)
+    if plain in {"0", "1", "2", "3"}:
+        return int(plain)
+    for pattern, stage in _SHARDED:
+        if re.fullmatch(pattern, plain):
+            return stage
+    found = f"is {said!r}" if said else "is missing"
+    raise CostModelError(f"zero {found}: 0 for nothing sharded, 1 the optimizer, 2 gradients too, 3 parameters too")
+
+
+def device_of(row: Cells, link_gb_per_s: float) -> tuple[str, str]:
+    """Return the catalogue's name of a row's device, and what was assumed of it; empty: nothing.
+
+    A text that leaves out how the device is built in is of the board that has the row's links: NVLink from 100 GB/s a
+    device on, or where the row does not say. One that leaves out its memory is of the first in `_SIZES`.
+
+    Raises:
+        CostModelError: the catalogue has no such device.
+    """
+    said = text_of(row, "device")
+    board = "pcie" if 0 < link_gb_per_s < _NVLINK_GB_PER_S else "sxm"
+    for more in ("", *(f" {built} {size}" for built in (board, "") for size in _SIZES)):
+        try:
+            name = catalogued_name(said + more)
+        except ClusterError:
+            continue
+        return name, "" if not more.strip() else f"device {said!r} is taken to be {name}"
+    near = suggestion(said.lower(), catalog.names("devices"))
+    raise CostModelError(f"device {said!r} is not in the catalogue{near}: `autopar cluster list` names what is")
