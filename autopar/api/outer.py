@@ -320,13 +320,18 @@ class Outer:
             room = min([self.best_s * (1.0 - self.solving.options.gap), *(one.solution.bound_s for one in stays)])
             if least is None or self._lightest_s(least) >= room:
                 return
-            free_s = self._estimates.relaxed_s(replace(least, recompute="none"))
-            self._free_s[_without(least)] = free_s / self.solving.at_once(least)
+            self._relax_plain(least)
+
+    def _relax_plain(self, trial: Trial) -> None:
+        """Bound a trial's mesh whatever is recomputed: nothing is, and memory is no limit."""
+        free_s = self._estimates.relaxed_s(replace(trial, recompute="none"))
+        self._free_s[_without(trial)] = free_s / self.solving.at_once(trial)
 
     def _prove_again(self) -> None:
-        """Bound, as a fluid, the trials that leave the most room below the best plan."""
+        """Bound, as a fluid, the trials that leave the most room below the best plan; relax where that says nothing."""
         self.progress.phase("prove")
         proven: set[Trial] = set()
+        relaxed = 0
         for _ in range(_BOUNDED):
             left = [one for one in self.solved if one.solution.status != "infeasible"]
             least = min(left, key=lambda each: each.solution.bound_s, default=None)
@@ -334,6 +339,11 @@ class Outer:
                 return
             proven.add(least.trial)
             bound_s = self._fluid_of(least.trial).step_s
+            if bound_s == 0.0 and self._is_open(least):
+                if relaxed < _PROVEN and self.left_s > 0 and _without(least.trial) not in self._free_s:
+                    self._relax_plain(least.trial)
+                    relaxed += 1
+                bound_s = self._lightest_s(least.trial)
             if least.outcome is None and bound_s == inf:
                 found = ruled_out(least.trial, inf)
                 least.solution, least.why_not = found.solution, found.why_not
