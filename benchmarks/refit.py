@@ -100,7 +100,7 @@ CONSTANTS: Mapping[str, Constant] = {
         lambda row: row.fabric.endswith("per node") and row.gpus > row.gpus_per_node,
     ),
     "accesses beside computation": Constant(
-        (("overlap", "gpu", ""),), 3.0, 0.3, 10.0, "a byte on its way is received, read and passed on", 3.4,
+        (("overlap", "gpu", ""),), 3.0, 0.3, 10.0, "a byte on its way is received, read and passed on", 3.0,
         lambda row: (row.zero == 3 and row.dp > 1) or row.stack.overlaps_tensor or row.stack.hides_backward,
     ),
 }  # fmt: skip
