@@ -167,31 +167,6 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     return read
 
 
-def evenly_sharded(read: TrainingRow) -> TrainingRow:
-    """Return the row on as many data-parallel ranks as divide what they shard: as it is where its own do.
-
-    FSDP pads what it shards (flat parameters, or each in its first dimension), so that any number of ranks will do;
-    layouts here are even. A rank's work and traffic hardly depend on how many others there are: the nearest number
-    of ranks, each with its own batch, that fill whole nodes and divide the hidden size, of which all matrices have a
-    dimension. Where there is none, the row as it is.
-    """
-    hidden, dp = read.architecture.hidden, read.dp
-    if read.zero != WHOLLY_SHARDED or hidden % dp == 0:
-        return read
-    per_rank = read.gpus // dp
-    fitting = [n for n in range(2, 2 * dp + 1) if hidden % n == 0 and _fills_nodes(read, n * per_rank)]
-    if not fitting:
-        return read
-    best = min(fitting, key=lambda n: max(n, dp) / min(n, dp))
-    return replace(read, dp=best, gpus=best * per_rank, global_batch=read.global_batch // dp * best)
-
-
-def _fills_nodes(read: TrainingRow, gpus: int) -> bool:
-    """Return whether devices fill nodes, and are on one if the row's are."""
-    per_node = read.gpus_per_node
-    return gpus <= per_node if read.gpus <= per_node else gpus > per_node and gpus % per_node == 0
-
-
 def training_cluster(read: TrainingRow) -> ClusterSpec:
     """Return the row's machines, their devices with the software that ran on them."""
     per_node = _joined(read)

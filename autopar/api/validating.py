@@ -35,7 +35,6 @@ from cost_models.training_rows import (
     WHOLLY_SHARDED,
     Architecture,
     TrainingRow,
-    evenly_sharded,
     read_training_row,
     training_cluster,
 )
@@ -83,9 +82,8 @@ def _price_run(rows: Sequence[Row]) -> list[Priced | Skipped]:
 
 
 def _price(line: int, read: TrainingRow) -> Priced | Skipped:
-    even = evenly_sharded(read)
     try:
-        found = estimates_of(even)
+        found = estimates_of(read)
     except (AutoparError, CostModelError) as error:
         return Skipped(line, str(error))
     return Priced(
@@ -97,17 +95,14 @@ def _price(line: int, read: TrainingRow) -> Priced | Skipped:
         measured_s=read.measured_step_s,
         predicted_s=found.step_time_s,
         measured_bytes=read.measured_peak_bytes,
-        predicted_bytes=_process_bytes(read, found.memory, even.dp / read.dp),
+        predicted_bytes=_process_bytes(read, found.memory),
         device_bytes=catalogued_device(read.device).memory_bytes,
         assumed=read.assumed,
     )
 
 
-def _process_bytes(read: TrainingRow, held: Memory, share: float) -> float:
-    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them.
-
-    Of what rests, the row's ranks each hold `share` of what is held where it was priced.
-    """
+def _process_bytes(read: TrainingRow, held: Memory) -> float:
+    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them."""
     short = read.precision != "fp32"
     flat = 0.0
     if short and read.stack.flat_copies:
@@ -115,7 +110,7 @@ def _process_bytes(read: TrainingRow, held: Memory, share: float) -> float:
         flat = flat_bytes(held.parameters / 2, held.optimizer, item, zero=read.zero, replicas=read.dp)
     # One for each axis, and one over all model-parallel ranks, which add up norms.
     groups = sum(degree > 1 for degree in (read.dp, read.tp, read.pp)) + (read.tp > 1 < read.pp)
-    resting = share * (held.parameters + held.gradients + held.optimizer)
+    resting = held.parameters + held.gradients + held.optimizer
     moving = held.activations + held.temporary
     return process_bytes(resting, moving, catalogued_device(read.device), groups=groups, flat=flat)
 

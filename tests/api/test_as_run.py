@@ -164,3 +164,16 @@ def test_sums_of_micro_batches_hide_behind_the_last_ones_backward_alone():
 
     assert hidden(8) == pytest.approx(hidden(2), rel=1e-6)
     assert hidden(2) > 0
+
+
+@pytest.mark.parametrize("dp", ["12", "24"])
+def test_shards_on_ranks_that_divide_nothing_take_what_others_take(dp: str):
+    def sharded(ranks: str) -> Estimates:
+        few = {"gpus": ranks, "dp": ranks, "gpus_per_node": "4", "global_batch": str(2 * int(ranks))}
+        return _priced(**{**WAYS["sharded"], **few})
+
+    odd, even = sharded(dp), sharded("16")
+
+    assert odd.step_time_s == pytest.approx(even.step_time_s, rel=0.1)
+    resting = [each.memory.parameters + each.memory.optimizer for each in (odd, even)]
+    assert resting[0] == pytest.approx(resting[1] * 16 / int(dp), rel=0.1)

@@ -10,7 +10,7 @@ import pytest
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.stack import is_known, pytorch, stack_of
-from cost_models.training_rows import evenly_sharded, read_training_row, training_cluster
+from cost_models.training_rows import read_training_row, training_cluster
 from tests.support.training_row import ROW
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "training_steps.csv"
@@ -258,29 +258,6 @@ def test_a_slingshot_fabric_has_its_own_efficiency():
     )
 
     assert slingshot > unnamed
-
-
-UNEVEN = [("96", "8", 128), ("48", "8", 64), ("6", "8", 8), ("3", "8", 4), ("20", "4", 16)]
-
-
-@pytest.mark.parametrize(("dp", "per_node", "nearest"), UNEVEN)
-def test_parameters_sharded_over_ranks_that_do_not_divide_them_are_priced_on_the_nearest_that_do(
-    dp: str, per_node: str, nearest: int
-):
-    few = {"tp": "1", "pp": "1", "dp": dp, "gpus": dp, "gpus_per_node": per_node, "global_batch": str(2 * int(dp))}
-    row = read_training_row({**ROW, **few, "zero": "3"})
-
-    even = evenly_sharded(row)
-
-    assert (even.dp, even.gpus, even.global_batch) == (nearest, nearest, 2 * nearest)
-    assert evenly_sharded(even) == even
-
-
-def test_rows_that_shard_no_parameters_keep_their_ranks():
-    few = {"tp": "1", "pp": "1", "dp": "96", "gpus": "96", "global_batch": "96"}
-    row = read_training_row({**ROW, **few, "zero": "1"})
-
-    assert evenly_sharded(row) is row
 
 
 def test_pytorchs_own_attention_does_not_use_what_is_new_in_hopper():
