@@ -84,7 +84,14 @@ def trained(_: int, ranks: int, fix: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "fix", [{"zero": 3}, {"zero": 3, "microbatch": 4}, {"zero": 2, "microbatch": 4}, {"zero": 1}], ids=str
+    "fix",
+    [
+        {"zero": 3, "microbatch": 4},
+        {"zero": 2, "microbatch": 4},
+        pytest.param({"zero": 3}, marks=pytest.mark.slow),
+        pytest.param({"zero": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_steps_with_padded_parts_are_those_of_one_device(three: RankPool, fix: dict[str, Any]):
     rows = three.values(trained, 3, {"dp_shard": 3, **fix})
