@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar._torch import local_of
+from autopar._torch import is_dtensor, local_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.runtime.errors import layout_not_dtensor
@@ -79,18 +79,23 @@ class Room:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a view of what is filled of a tensor of the whole room."""
-        for dim, length in enumerate(self.filled):
-            whole = whole.narrow(dim, 0, length)
-        return whole
+        return _corner(whole, self.filled)
+
+
+def _corner(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a view of the first elements along each dimension."""
+    for dim, length in enumerate(shape):
+        whole = whole.narrow(dim, 0, length)
+    return whole
 
 
 def room_of(tensor: torch.Tensor) -> Room | None:
     """Return the room of a padded DTensor on this rank; `None` where its part fills it, and of plain tensors."""
-    spec = getattr(tensor, "_spec", None)
-    if spec is None:
+    if not is_dtensor(tensor):
         return None
+    sharded: Any = tensor
     shape = list(tensor.shape)
-    for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
+    for placement, size in zip(sharded.placements, sharded.device_mesh.shape, strict=True):
         if placement.is_shard():
             shape[placement.dim] = -(-shape[placement.dim] // size)
     filled = tuple(local_of(tensor).shape)
@@ -100,7 +105,7 @@ def room_of(tensor: torch.Tensor) -> Room | None:
 def dense_copy(part: torch.Tensor, like: torch.Tensor, room: Sequence[int] | None = None) -> torch.Tensor:
     """Return a copy of `part` without gaps whose dimensions lie in memory in the order of `like`.
 
-    With `room`, a larger shape, there are the gaps that are left by zeros of what a tensor of that shape has beside it.
+    With `room`, a larger shape, it is a view of the first elements of a tensor of that shape, which is zero elsewhere.
     """
     shape = part.shape if room is None else room
     strides = [0] * part.dim()
@@ -108,9 +113,7 @@ def dense_copy(part: torch.Tensor, like: torch.Tensor, room: Sequence[int] | Non
     for dim in sorted(range(part.dim()), key=lambda d: (like.stride(d), -d)):
         strides[dim] = step
         step *= max(shape[dim], 1)
-    if tuple(shape) == tuple(part.shape):
-        return torch.empty_strided(shape, strides, dtype=part.dtype, device=part.device).copy_(part)
-    made = torch.empty_strided(shape, strides, dtype=part.dtype, device=part.device).zero_()
-    for dim, length in enumerate(part.shape):
-        made = made.narrow(dim, 0, length)
-    return made.copy_(part)
+    made = torch.empty_strided(shape, strides, dtype=part.dtype, device=part.device)
+    if tuple(shape) != tuple(part.shape):
+        made.zero_()
+    return _corner(made, part.shape).copy_(part)
