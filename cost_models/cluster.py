@@ -64,6 +64,12 @@ class ClusterSpec:
         matched = _SHORTHAND.fullmatch(text)
         if matched is None:
             raise _not_a_cluster(text)
+        if matched["device"] in catalog.names("nodes"):
+            nodes = "x".join((matched["device"], matched["nodes"] or matched["per_node"] or "4"))
+            raise ClusterError(
+                f"{text!r} takes the node preset {matched['device']!r} for a device; {nodes} is so many of these nodes,"
+                " and DEVICE:COUNTxNODES such as h100-sxm-80gb:8x4 is nodes of so many devices"
+            )
         per_node = _count(matched["per_node"], text, "devices per node")
         count = 1 if matched["nodes"] is None else _count(matched["nodes"], text, "nodes")
         return cls(text, (NodeGroup(shorthand_node(matched["device"], per_node), count),))

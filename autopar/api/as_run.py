@@ -68,6 +68,7 @@ class AsRun(Solving):
             hidden_axis=tensor,
             hidden_share=self._hidden_share(trial),
             whole_axis=-1 if self.options.fix.get("sequence_parallel", True) else tensor,
+            packs=False,
             flat_bytes=_block_bytes(self.program, prod(axis.size for axis in trial.mesh if axis.role == "tp")),
         )
 

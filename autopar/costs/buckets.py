@@ -172,4 +172,7 @@ def runs_of(
 
 def together(run: Sequence[Issued]) -> Message:
     """Return the message that stands for those of a run."""
-    return replace(run[0].message, bytes=sum(each.message.bytes for each in run))
+    messages = [each.message for each in run]
+    return replace(
+        messages[0], bytes=sum(m.bytes for m in messages), packed_bytes=sum(m.packed_bytes for m in messages)
+    )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from autopar.costs.links import Links
 from autopar.costs.liveness import Beside, CopyLife, base_of, local_bytes, makers_of_gradients, settled_at
+from autopar.costs.packing import Order, memory_order
 from autopar.costs.routes import Routes
 from autopar.costs.workspaces import gather_bytes
 from autopar.ir.graph import Graph
@@ -47,7 +48,11 @@ class Copies:
     @cached_property
     def routes(self) -> Routes:
         """Return the ways from the layouts that it is made in to those that it is read in."""
-        return self.links.routes(tuple(self.sources), tuple(self.wanted), self.meta, flat=self.flat)
+        return self.links.routes(tuple(self.sources), tuple(self.wanted), self.meta, flat=self.flat, order=self._order)
+
+    @cached_property
+    def _order(self) -> Order:
+        return memory_order(self.graph, self.graph.by_name[self.producer])
 
     @cached_property
     def _made_bytes(self) -> Floats:
@@ -127,8 +132,8 @@ class Copies:
         """Return what the making of gathered copies takes beside them, at the first moment."""
         if "all_gather" not in self.routes.kinds:
             return ()
-        op, sizes = self.graph.by_name[self.producer], self.links.sizes
-        taken = self.routes.table(lambda way: gather_bytes(self.graph, op, way.steps, self.meta, sizes))
+        sizes = self.links.sizes
+        taken = self.routes.table(lambda way: gather_bytes(way.steps, self.meta, sizes, self._order))
         return _any(Beside(taken, tuple((first, first, first) for first, _ in self.lives)))
 
     def _scattered(self) -> tuple[Floats, Floats]:

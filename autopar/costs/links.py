@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.costs.packing import Order, order_behind, packing
 from autopar.costs.routes import Routes, Way
 from autopar.ir.graph import Op
-from autopar.ir.placement import Layout, local_shape, padding
+from autopar.ir.placement import Layout, local_shape
 from autopar.ir.reshard import NoRouteError, Step, is_reachable, route
 from autopar.ir.strategy import Inner, MeshStrategy
 from autopar.ir.tensor import TensorMeta
@@ -38,6 +39,9 @@ class Message:
     bytes: int
     flat: bool = False
     """Whether it is part of a larger one: frameworks flatten a layer's parameters, or gradients, into one buffer."""
+
+    packed_bytes: int = 0
+    """Bytes that are copied on the device, because its blocks lie inside rows of the tensor: `costs.packing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,9 @@ class Links:
     Tensor parallelism without sequence parallelism, as frameworks have it, knows no other collective.
     """
 
+    packs: bool = True
+    """Whether blocks inside rows are copied, as in our programs: others lay out tensors so that none are."""
+
     two_level: bool = False
     """Whether a collective may run level by level, where that is faster; see `cost_models.two_level`."""
 
@@ -134,13 +141,17 @@ class Links:
         return self._hops[axis][-1].level if self._hops[axis] else "device"
 
     def message_s(self, message: Message) -> float:
-        """Return the seconds of one collective."""
+        """Return the seconds of one collective, with the copies before and behind it."""
         if message.axis < self.time_axes:
             return 0.0
         whole = self.travelling(message)
         if whole is not message:
             return self.message_s(whole) * message.bytes / whole.bytes
-        return self._price_of(message).seconds
+        return self._price_of(message).seconds + self.packing_s(message)
+
+    def packing_s(self, message: Message) -> float:
+        """Return the seconds of the copies before and behind a collective, in which its device does nothing else."""
+        return self._copy_s(message.packed_bytes) if message.packed_bytes else 0.0
 
     def form(self, message: Message) -> tuple[int, int]:
         """Return how many ranks share the inner level of a collective that runs in two, and its chunks; 1, 1: flat."""
@@ -204,16 +215,13 @@ class Links:
         """Return into how many chunks a collective in two levels can be cut: only where a host's thread runs it."""
         return _CHUNKS if op == "all_reduce" and self.cluster.device.kind == "cpu" else (1,)
 
-    def step_s(self, step: Step, meta: TensorMeta, *, flat: bool = False) -> float:
+    def step_s(self, step: Step, meta: TensorMeta, *, flat: bool = False, order: Order = ()) -> float:
         """Return the seconds of one reshard step, with the copies it makes beside the wire."""
-        moved = step.message_numel(meta.shape, self.sizes) * meta.item_bytes
         if step.kind == "slice":
             return self._copy_s(math.prod(local_shape(meta.shape, step.after, self.sizes)) * meta.item_bytes)
         if step.kind == "mask":
-            return self._copy_s(moved)
-        sent_s = self.message_s(Message(step.kind, step.axis, moved, flat))
-        fills = step.kind == "reduce_scatter" and padding(meta.shape, step.after, step.axis, self.sizes)
-        return sent_s + self._copy_s(moved) if fills else sent_s
+            return self._copy_s(step.message_numel(meta.shape, self.sizes) * meta.item_bytes)
+        return self.message_s(self._message(step, meta, flat=flat, order=order))
 
     def blocking_s(self, axis: int) -> float:
         """Return the seconds of each call along an axis that its issuer spends itself: on a CPU, none on a GPU."""
@@ -222,12 +230,13 @@ class Links:
     def hidable_s(self, message: Message) -> float:
         """Return the seconds of a collective that computation can run behind.
 
-        Not what issuing it takes on a CPU. Of the rest, all but what the computing core spends on its bytes, where
-        the cluster says how much that is; else the share that `cost_models.overlap` has measured.
+        Not the copies before and behind it, nor what issuing it takes on a CPU. Of the rest, all but what the computing
+        core spends on its bytes, where the cluster says how much that is; else the share that `cost_models.overlap` has
+        measured.
         """
         if message.axis < self.time_axes:
             return 0.0
-        rest = self.message_s(message) - self._blocking_s[message.axis]
+        rest = self.message_s(message) - self._blocking_s[message.axis] - self.packing_s(message)
         hops = self._hops[message.axis]
         if all(hop.host_bytes_per_s for hop in hops):
             return max(0.0, rest - self._price_of(message).host_s)
@@ -238,22 +247,28 @@ class Links:
         return self._overlap[axis]
 
     def routes(
-        self, sources: tuple[Layout, ...], wanted: tuple[Layout, ...], meta: TensorMeta, *, flat: bool = False
+        self,
+        sources: tuple[Layout, ...],
+        wanted: tuple[Layout, ...],
+        meta: TensorMeta,
+        *,
+        flat: bool = False,
+        order: Order = (),
     ) -> Routes:
-        """Return the ways from each of `sources` to each of `wanted`, priced."""
-        key = (sources, wanted, meta, flat)
+        """Return the ways from each of `sources` to each of `wanted`, priced, of a value whose memory is in `order`."""
+        key = (sources, wanted, meta, flat, order)
         if key not in self._routes:
-            self._routes[key] = Routes.of(sources, wanted, lambda a, b: self._way(a, b, meta, flat))
+            self._routes[key] = Routes.of(sources, wanted, lambda a, b: self._way(a, b, meta, flat, order))
         return self._routes[key]
 
-    def _way(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool) -> Way:
+    def _way(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool, order: Order) -> Way:
         """Return how to bring a tensor from one layout to another that differs, priced."""
-        key = (before, after, meta, flat)
+        key = (before, after, meta, flat, order)
         if key not in self._ways:
-            self._ways[key] = self._priced(before, after, meta, flat)
+            self._ways[key] = self._priced(before, after, meta, flat, order)
         return self._ways[key]
 
-    def _priced(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool) -> Way:
+    def _priced(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool, order: Order) -> Way:
         nowhere = Way((), UNREACHABLE, UNREACHABLE)
         if not is_reachable(before, after):
             return nowhere
@@ -263,22 +278,29 @@ class Links:
             return nowhere
         if any(step.kind == "reduce_scatter" and step.axis == self.whole_axis for step in steps):
             return nowhere
-        messages = (self._message(step, meta, flat=flat) for step in steps if step.communicates)
-        hidable_s = sum(self.hidable_s(message) for message in messages)
-        return Way(steps, sum(self.step_s(step, meta, flat=flat) for step in steps), hidable_s)
+        taken = hidable_s = 0.0
+        for step in steps:
+            taken += self.step_s(step, meta, flat=flat, order=order)
+            if step.communicates:
+                hidable_s += self.hidable_s(self._message(step, meta, flat=flat, order=order))
+            order = order_behind(step, self.sizes, order)
+        return Way(steps, taken, hidable_s)
 
-    def _message(self, step: Step, meta: TensorMeta, *, flat: bool) -> Message:
-        return Message(step.kind, step.axis, step.message_numel(meta.shape, self.sizes) * meta.item_bytes, flat)
+    def _message(self, step: Step, meta: TensorMeta, *, flat: bool, order: Order) -> Message:
+        sent = step.message_numel(meta.shape, self.sizes) * meta.item_bytes
+        copied = packing(step, meta.shape, self.sizes, order).numel if self.packs else 0
+        return Message(step.kind, step.axis, sent, flat, copied * meta.item_bytes)
 
     def route_messages(
-        self, before: Layout, after: Layout, meta: TensorMeta, *, flat: bool = False
+        self, before: Layout, after: Layout, meta: TensorMeta, *, flat: bool = False, order: Order = ()
     ) -> tuple[Message, ...]:
         """Return the collectives on the way from one layout to another, in order."""
-        return tuple(
-            self._message(step, meta, flat=flat)
-            for step in route(before, after, meta.shape, self.sizes, self.time_axes)
-            if step.communicates and step.axis >= self.time_axes
-        )
+        found = []
+        for step in route(before, after, meta.shape, self.sizes, self.time_axes):
+            if step.communicates and step.axis >= self.time_axes:
+                found.append(self._message(step, meta, flat=flat, order=order))
+            order = order_behind(step, self.sizes, order)
+        return tuple(found)
 
     def inner_messages(self, op: Op, metas: Sequence[TensorMeta], strategy: MeshStrategy) -> tuple[Message, ...]:
         """Return the collectives that the strategy's lowerings issue inside the operator."""

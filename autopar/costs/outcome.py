@@ -16,6 +16,7 @@ from autopar.costs.issued import Copy, Issued
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import gradient_indices
 from autopar.costs.moves import copy_read, moved_before, readers, roots_of, settled_by
+from autopar.costs.packing import memory_order
 from autopar.costs.table import Pricing
 from autopar.costs.timing import timing
 from autopar.ir.graph import Graph, Op
@@ -425,7 +426,13 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
             summed = links.sums_whole and ref.op in ends and outcome.microbatches > 1
             one = ref.op in roots and outcome.keeps_gather(roots[ref.op]) and outcome.microbatches > 1
             times = 1 if summed or one else outcome.microbatches
-            messages = links.route_messages(have, need, graph.meta(ref), flat=behind and bool(links.flat_bytes))
+            messages = links.route_messages(
+                have,
+                need,
+                graph.meta(ref),
+                flat=behind and bool(links.flat_bytes),
+                order=memory_order(graph, graph.by_name[source]),
+            )
             whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts and ref.op not in again
             # A gradient that is cast once it is reduced; with micro-batches, its sum is what is reduced.
             last = outcome.microbatches == 1 and op.name in settled
@@ -462,7 +469,8 @@ def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
             continue
         done.add(key)
         flat = output.kind == "gradient" and bool(links.flat_bytes)
-        messages = links.route_messages(have, need, graph.meta(output.ref), flat=flat)
+        order = memory_order(graph, graph.by_name[source])
+        messages = links.route_messages(have, need, graph.meta(output.ref), flat=flat, order=order)
         summed = output.kind == "gradient" and len(messages) == 1 and messages[0].op in REDUCTIONS
         of_parameter = output.kind == "gradient"
         early = of_parameter and outcome.reduces_early(graph.representative(output.name))

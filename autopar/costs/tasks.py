@@ -186,7 +186,8 @@ class _Builder:
     def _collective(self, issued: Issued, reads: tuple[int, ...], *, kind: int, kept: bool = False) -> Task:
         links, message = self.outcome.links, issued.message
         taken = links.message_s(message)
-        hidden = links.hidable_s(message) if issued.overlapped else max(0.0, taken - links.blocking_s(message.axis))
+        alone = max(0.0, taken - links.blocking_s(message.axis) - links.packing_s(message))
+        hidden = links.hidable_s(message) if issued.overlapped else alone
         axis = self.outcome.axis(self.mesh, message.axis)
         gathered = issued.source is not None and message.op == "all_gather"
         size = links.sizes[message.axis]

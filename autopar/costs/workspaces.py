@@ -9,10 +9,10 @@ import numpy as np
 
 from autopar.costs.liveness import local_bytes
 from autopar.costs.losses import loss_kernels
-from autopar.ir.graph import Graph, Op
-from autopar.ir.placement import Shard, local_outer, local_shape
+from autopar.costs.packing import Order, order_behind, packing
+from autopar.ir.graph import Op
+from autopar.ir.placement import local_shape
 from autopar.ir.reshard import Step
-from autopar.ir.roles import order_of
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 from autopar.ir.tensor import TensorMeta
@@ -65,29 +65,15 @@ def workspace_bytes(
     return np.array(found)
 
 
-def gather_bytes(graph: Graph, producer: Op, steps: Sequence[Step], meta: TensorMeta, sizes: tuple[int, ...]) -> float:
+def gather_bytes(steps: Sequence[Step], meta: TensorMeta, sizes: tuple[int, ...], order: Order) -> float:
     """Return the bytes that gathers on a route hold beside the gathered copy while they are under way.
 
     Blocks arrive one behind the other: where they belong elsewhere than along the first dimension of what lies in
     memory, the whole is copied once more.
     """
-    held = 0.0
+    held = 0
     for step in steps:
-        if step.kind != "all_gather":
-            continue
-        whole = step.message_numel(meta.shape, sizes) * meta.item_bytes
-        shard = step.before[step.axis]
-        if not isinstance(shard, Shard):
-            raise TypeError(f"{shard} on axis {step.axis} is no shard")
-        runs = local_outer(step.before, step.axis, sizes)
-        in_place = runs == 1 and dim_in_memory(graph, producer, shard.dim) == 0
-        held = max(held, float(0 if in_place else whole))
-    return held
-
-
-def dim_in_memory(graph: Graph, op: Op, dim: int) -> int:
-    """Return which dimension of the value that an operator transposes, or its like, one of its result's is."""
-    while (order := order_of(op)) is not None:
-        dim = order[dim]
-        op = graph.by_name[op.refs[0].op]
-    return dim
+        if step.kind == "all_gather" and packing(step, meta.shape, sizes, order).apart:
+            held = max(held, step.message_numel(meta.shape, sizes))
+        order = order_behind(step, sizes, order)
+    return float(held * meta.item_bytes)

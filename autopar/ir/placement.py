@@ -150,12 +150,16 @@ def local_outer(layout: Layout, axis: int, sizes: Sequence[int]) -> int:
     mine = layout[axis]
     if not isinstance(mine, Shard):
         raise ValueError(f"{mine} on axis {axis} is no shard")
-    outer = mine.outer
-    for other, (placement, size) in enumerate(zip(layout, sizes, strict=True)):
-        inside = isinstance(placement, Shard) and placement.dim == mine.dim and placement.outer < mine.outer
-        if other != axis and inside:
-            outer //= size
-    return outer
+    return local_runs(mine, layout, sizes)
+
+
+def local_runs(shard: Shard, layout: Layout, sizes: Sequence[int]) -> int:
+    """Return in how many runs of `shard` lies what a rank holds of a tensor in `layout`, which need not have it."""
+    runs = shard.outer
+    for placement, size in zip(layout, sizes, strict=True):
+        if isinstance(placement, Shard) and placement.dim == shard.dim and placement.outer < shard.outer:
+            runs //= size
+    return runs
 
 
 def nest(layout: Layout, sizes: Sequence[int]) -> Layout:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout, Partial, Shard, local_outer, local_shape, padding
+from autopar.ir.placement import Layout, Partial, Shard, local_outer, local_runs, local_shape, padding
 from autopar.ir.reshard import Step
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import C10D, WAIT, Mark, over_microbatches
@@ -172,22 +172,14 @@ class _Step:
         Both digits are whole in `value` or in the result; a block has neither.
         """
         old, new = self._shard(self.step.before), self._shard(self.step.after)
-        out_runs = self._runs_beside(new, self.step.before)
-        in_runs = self._runs_beside(old, self.step.after)
+        out_runs = local_runs(new, self.step.before, self.sizes)
+        in_runs = local_runs(old, self.step.after, self.sizes)
         block = list(self.shape_before)
         block[new.dim] //= self.size
         buffer = self._to_front(value, self.shape_before, new.dim, out_runs)
         splits = [block[0]] * self.size
         received = self._exchange(C10D.all_to_all_single.default, buffer, splits, splits)
         return self._from_front(received, tuple(block), old.dim, in_runs)
-
-    def _runs_beside(self, shard: Shard, layout: Layout) -> int:
-        """Return how many runs of `shard` a rank holds of a tensor in `layout`, which does not split that digit."""
-        runs = shard.outer
-        for placement, size in zip(layout, self.sizes, strict=True):
-            if isinstance(placement, Shard) and placement.dim == shard.dim and placement.outer < shard.outer:
-                runs //= size
-        return runs
 
     def _split(self, value: fx.Node, shape: Sequence[int], dim: int, runs: int) -> fx.Node:
         """View dimension `dim` as `[runs, n, rest]`."""

@@ -118,6 +118,12 @@ def test_shorthand_counts_devices_and_nodes():
     assert ClusterSpec.parse("dgx-h100x4").device_count == 32
 
 
+@pytest.mark.parametrize("text", ["dgx-h100:4", "dgx-h100:8x4", "dgx-h100:x4"])
+def test_a_node_preset_in_place_of_a_device_is_told_how_nodes_are_counted(text):
+    with pytest.raises(ClusterError, match=r"'dgx-h100' for a device; dgx-h100x4 is so many of these nodes"):
+        ClusterSpec.parse(text)
+
+
 def test_a_described_device_takes_efficiencies_of_its_catalogue_twin():
     described = two_pods().groups[1].node.device
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autopar.costs.packing import packing
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard, is_valid, local_shape, short
-from autopar.ir.reshard import is_reachable, route
+from autopar.ir.reshard import Step, is_reachable, route
 from autopar.rewrite.marks import Mark
 from autopar.rewrite.steps import Writer
 from tests.support import lockstep
@@ -160,3 +161,77 @@ def test_terms_are_reduced_as_their_placement_says(reduce: str, after: Layout):
     whole = {"sum": stacked.sum(0), "avg": stacked.mean(0), "max": stacked.amax(0), "min": stacked.amin(0)}[reduce]
     for rank in range(2):
         torch.testing.assert_close(made[rank][0], part(whole, after, mesh, rank))
+
+
+class Copied(fx.Interpreter):
+    """Runs one rank's program on a tensor and counts the elements that end in other memory than they came from."""
+
+    def __init__(self, program: fx.GraphModule, size: int):
+        super().__init__(program)
+        self.size, self.numel = size, 0
+
+    def call_function(self, target, args, kwargs):  # type: ignore[no-untyped-def]
+        name = str(target)
+        if "wait_tensor" in name:
+            return args[0]
+        if "all_gather" in name:
+            return torch.cat([args[0]] * self.size)
+        if "reduce_scatter" in name:
+            return args[0].tensor_split(self.size)[0].clone()
+        if name.startswith("_c10d_functional"):
+            return args[0].clone()
+        made = super().call_function(target, args, kwargs)
+        if made.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
+            self.numel += made.numel()
+        return made
+
+
+def copied(step: Step, shape: tuple[int, ...], mesh: Mesh, order: tuple[int, ...]) -> int:
+    """Return the elements that the last rank copies beside what a step's collective moves."""
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    room = local_shape(shape, step.before, mesh.sizes)
+    given = torch.zeros(room)
+    if order:
+        value = graph.call_function(torch.ops.aten.permute.default, (value, list(order)))
+        given = given.permute([order.index(dim) for dim in range(len(order))]).contiguous()
+    writer = Writer(graph, mesh, mesh.coordinate(mesh.world_size - 1))
+    graph.output(writer.step(value, step, shape, Mark("x", "forward")))
+    program = Copied(fx.GraphModule(nn.Module(), graph), mesh.sizes[step.axis])
+    program.run(given)
+    return program.numel
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [
+        (mesh_of(tp=2), (16, 12)),
+        (mesh_of(dp=2, tp=2), (48,)),
+        (mesh_of(dp=2, tp=2), (16, 24)),
+        (mesh_of(dp=4, tp=2), (32, 32)),
+        (mesh_of(tp=2), (1, 8, 12)),
+        (mesh_of(tp=2), (8, 12, 8)),
+        (mesh_of(dp=2, tp=2), (2, 8, 12)),
+        (mesh_of(dp=3), (8, 10)),
+        (mesh_of(dp=3), (10, 8, 7)),
+        (mesh_of(tp=2, dp=3), (14, 16)),
+    ],
+    ids=str,
+)
+def test_what_is_priced_as_copied_is_what_steps_copy(mesh: Mesh, shape: tuple[int, ...]):
+    options = [Replicate(), Partial(), *(Shard(d, o) for d, n in enumerate(shape) for o in (1, 2) if o < n)]
+    every = itertools.product(options, repeat=len(mesh.axes))
+    found = [each for each in every if is_valid(shape, each, mesh.sizes, padded=is_cut(each, mesh.sizes))]
+    pairs = [(a, b) for a in found for b in found if is_reachable(a, b)]
+    orders = [(), *list(itertools.permutations(range(len(shape))))[1:]]
+    kinds = set()
+
+    for before, after in random.Random(0).sample(pairs, min(len(pairs), 80)):
+        for step in route(before, after, shape, mesh.sizes):
+            for order in orders if step.communicates else ():
+                priced = packing(step, shape, mesh.sizes, order).numel
+                kinds.add((step.kind, priced > 0))
+                name = f"{step.kind} {[*map(short, step.before)]} -> {[*map(short, step.after)]}, memory {order}"
+                assert priced == copied(step, shape, mesh, order), name
+
+    assert {copies for _, copies in kinds} == {False, True} or len(shape) == 1

@@ -136,9 +136,10 @@ def terms(value: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Return tensors that add up to `value`."""
     generator = torch.Generator().manual_seed(value.numel() + count)
     if value.is_floating_point() or value.is_complex():
-        # Terms as large as what they add up to: larger ones would cancel, and hide it by their rounding.
+        # Terms as large as what they add up to: larger ones would cancel, and hide it by their rounding. Those of what
+        # masks with the least number, which some models have in float32, would overflow.
         size = value.abs()
-        size = torch.where((size > 0) & (size < 1e100), size, torch.ones_like(size))
+        size = torch.where((size > 0) & (size < 1e30), size, torch.ones_like(size))
         rest = [size * torch.randn(value.shape, dtype=value.dtype, generator=generator) for _ in range(count - 1)]
     else:
         rest = [torch.randint(-3, 3, value.shape, generator=generator).to(value.dtype) for _ in range(count - 1)]
@@ -216,7 +217,7 @@ def _same(made: Sequence[torch.Tensor], whole: torch.Tensor, layout: Layout, mes
         assert value.shape == wanted.shape
         assert value.dtype == wanted.dtype
         if not case.shapes_only:
-            narrow = wanted.dtype == torch.float32 or any(t.dtype == torch.float32 for t in case.tensors)
+            narrow = any(t.dtype in {torch.float32, torch.complex64} for t in (wanted, *case.tensors))
             near = 1e-5 if narrow else 1e-9
             # Terms cancel: what they leave is as exact as the largest of them.
             most = max(map(_largest, (whole, *made))) if narrow else 1.0
@@ -225,7 +226,8 @@ def _same(made: Sequence[torch.Tensor], whole: torch.Tensor, layout: Layout, mes
 
 def _largest(value: torch.Tensor) -> float:
     """Return the largest magnitude that is a number, 0 of no elements."""
-    return value.double().abs().nan_to_num(0, 0, 0).max().item() if value.numel() else 0.0
+    real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return real.double().abs().nan_to_num(0, 0, 0).max().item() if value.numel() else 0.0
 
 
 def _joined(
