@@ -26,11 +26,17 @@ _UNFUSED = r"^(unfused|no|none|eager|math|plain|standard|core|local)$"
 
 _SHARDED = (
     (r"hybrid_shard_zero2|shard_grad_op|zero2", 2),
-    (r"full_shard|hybrid_shard|fsdp2?|zero3", 3),
+    (r"full_shard|hybrid_shard|fsdp2?|hsdp|zero3", 3),
     (r"zero1", 1),
     (r"no_shard|none|no|ddp|zero0", 0),
 )
 """What frameworks call a stage of ZeRO: torch's `ShardingStrategy`, DeepSpeed's stages."""
+
+_HYBRID = r"hybrid|hsdp"
+"""What names of sharding in a node, with replicas across, contain: torch's `HYBRID_SHARD`."""
+
+_NEUTRAL = frozenset({"", "0", "1", "no", "none", "n/a", "false"})
+"""Texts of cells that say of a degree, or of something that is on or off, that there is none."""
 
 _NVLINK_GB_PER_S = 100.0
 """Bandwidth a device and direction from which links are NVLink: PCIe 5 with 16 lanes has 64."""
@@ -144,6 +150,30 @@ def zero_stage_of(row: Cells) -> int:
             return stage
     found = f"is {said!r}" if said else "is missing"
     raise CostModelError(f"zero {found}: 0 for nothing sharded, 1 the optimizer, 2 gradients too, 3 parameters too")
+
+
+def shard_group_of(row: Cells, ranks: int, in_node: int) -> int:
+    """Return over how many of the data-parallel ranks state is sharded, if it is: `dp_shard`, else all of them.
+
+    Of those whose `zero` is a name of hybrid sharding, the `in_node` ranks of a node, where there are more than one.
+    """
+    said = (row.get("dp_shard") or "").strip()
+    is_hybrid = re.search(_HYBRID, (row.get("zero") or "").lower()) is not None
+    group = count_of(row, "dp_shard") if said else min(ranks, max(in_node, 1)) if is_hybrid else ranks
+    if ranks % group:
+        told = f"dp_shard is {group}" if said else f"zero is {row['zero']!r}, {group} ranks in a node"
+        raise CostModelError(f"{told}, and there are {ranks} data-parallel ranks: not a multiple")
+    return group
+
+
+def has_degree(row: Cells, column: str) -> bool:
+    """Return whether an optional cell says something: none, 0 and 1 say nothing."""
+    return (row.get(column) or "").strip().lower() not in _NEUTRAL
+
+
+def degree_of(row: Cells, column: str) -> int:
+    """Return the degree of an optional cell; 1 where it says nothing."""
+    return count_of(row, column) if has_degree(row, column) else 1
 
 
 def device_of(row: Cells, link_gb_per_s: float) -> tuple[str, str]:

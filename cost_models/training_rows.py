@@ -13,14 +13,17 @@ from cost_models.cells import (
     answer_of,
     choice_of,
     count_of,
+    degree_of,
     device_of,
     family_of,
     fuses_attention,
+    has_degree,
     is_yes,
     peak_bytes_of,
     positive_of,
     precision_of,
     rate_of,
+    shard_group_of,
     text_of,
     zero_stage_of,
 )
@@ -45,18 +48,14 @@ WHOLLY_SHARDED = 3
 """ZeRO stage at which parameters are sharded at rest."""
 
 _RECOMPUTE = ("none", "selective", "full")
-_NEUTRAL = frozenset({"", "0", "1", "no", "none", "n/a", "false"})
-_UNPRICED: Mapping[str, str] = {
-    "experts": "steps of mixtures of experts are not priced from a table",
-    "num_experts": "steps of mixtures of experts are not priced from a table",
-    "ep": "experts split over ranks are not priced",
-    "cp": "sequences split over ranks by context parallelism are not priced",
-    "offload": "state kept in the host's memory is not priced",
-}
+_UNPRICED: Mapping[str, str] = {"offload": "state kept in the host's memory is not priced"}
 """Columns that other tables have, and what is not priced of them: a row is refused rather than priced without."""
 
-_EXPERTS = r"mixtral|moe\b|\b\d+x\d+b|\ba\d+(\.\d+)?b\b"
+_EXPERTS = r"mixtral|dbrx|moe\b|\b\d+x\d+b|\ba\d+(\.\d+)?b\b|deepseek.?v[23]"
 """What names of mixtures of experts contain: Mixtral-8x7B, Qwen3-30B-A3B."""
+
+_MIXTURES = ((r"mixtral", (8, 2)), (r"dbrx", (16, 4)))
+"""Experts, and how many of them take a token, of models whose `ffn_hidden` can but be that of an expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +75,10 @@ class Architecture:
     ffn_hidden: int
     vocab: int
     fused_attention: bool
+    experts: int = 0
+    """Of a layer's feed-forward, each of `ffn_hidden`; 0: it is no mixture of experts."""
+
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +100,15 @@ class TrainingRow:
     seq_len: int
     precision: str
     dp: int
+    dp_shard: int
+    """Data-parallel ranks, neighbours, over which `zero` shards; what it shards is replicated across such groups."""
+
     tp: int
     pp: int
+    cp: int
+    ep: int
+    """Ranks, of the data-parallel ones, over which experts are split."""
+
     interleave: int
     sequence_parallel: bool
     zero: int
@@ -111,9 +121,16 @@ class TrainingRow:
     """What the row does not say and was assumed; empty: nothing."""
 
     @property
+    def is_hybrid(self) -> bool:
+        """Return whether what is sharded is so over a part of the ranks that could share it, and replicated across."""
+        return self.zero > 0 and self.dp_shard * self.ep < self.dp
+
+    @property
     def label(self) -> str:
         """Return how a report names the row."""
-        degrees = f"dp {self.dp} tp {self.tp} pp {self.pp}" + (f"x{self.interleave}" if self.interleave > 1 else "")
+        degrees = f"dp {self.dp}" + (f"/{self.dp_shard}" if self.is_hybrid else "") + f" tp {self.tp} pp {self.pp}"
+        degrees += f"x{self.interleave}" if self.interleave > 1 else ""
+        degrees += "".join(f" {name} {size}" for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1)
         batch = f"batch {self.micro_batch}/{self.global_batch} x {self.seq_len}"
         more = f"zero {self.zero}, recompute {self.recompute}"
         return f"{self.id}: {self.model} on {self.gpus} {self.device}, {degrees}, {batch}, {more}"
@@ -132,6 +149,12 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     zero = zero_stage_of(row)
     interleave = 1 if (row.get("interleave") or "").strip() in {"", "0"} else count_of(row, "interleave")
     stages = count_of(row, "pp") * interleave
+    dp, tp, cp, ep = count_of(row, "dp"), count_of(row, "tp"), degree_of(row, "cp"), degree_of(row, "ep")
+    if ep > 1 and not architecture.experts:
+        raise CostModelError(f"ep is {ep}, and the row says of no experts: add columns experts and top_k")
+    if dp % ep or (ep > 1 and architecture.experts % ep):
+        what = f"dp {dp}" if dp % ep else f"{architecture.experts} experts"
+        raise CostModelError(f"ep is {ep}, which does not divide {what}")
     framework = text_of(row, "framework")
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
     stack = stack_of(framework, is_yes(row.get("compiled") or "")).at_zero(zero)
@@ -150,9 +173,12 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         fabric=row.get("fabric_note") or "",
         seq_len=count_of(row, "seq_len"),
         precision=precision_of(row),
-        dp=count_of(row, "dp"),
-        tp=count_of(row, "tp"),
+        dp=dp,
+        dp_shard=shard_group_of(row, dp // ep, count_of(row, "gpus_per_node") // (tp * cp)),
+        tp=tp,
         pp=count_of(row, "pp"),
+        cp=cp,
+        ep=ep,
         interleave=interleave,
         sequence_parallel=answer_of(row, "sequence_parallel"),
         zero=zero,
@@ -213,6 +239,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
     family, of_family = family_of(row)
     heads = count_of(row, "heads")
     grouped = (row.get("kv_heads") or "").strip() != ""
+    experts, chosen, of_experts = _mixture(row, family)
     sizes = Architecture(
         family=family,
         is_nemotron="nemotron" in (row.get("model") or "").lower(),
@@ -223,14 +250,40 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         ffn_hidden=count_of(row, "ffn_hidden"),
         vocab=count_of(row, "vocab"),
         fused_attention=fuses_attention(row),
+        experts=experts,
+        experts_per_token=chosen,
     )
-    return sizes, (of_family, "" if grouped else f"kv_heads is missing: as many as heads, {heads}")
+    return sizes, (of_family, of_experts, "" if grouped else f"kv_heads is missing: as many as heads, {heads}")
+
+
+def _mixture(row: Mapping[str, str], family: str) -> tuple[int, int, str]:
+    """Return a row's experts, how many of them take a token, and what was assumed of these; 0, 0: it has none."""
+    model = row.get("model") or ""
+    column = next((each for each in ("experts", "num_experts") if has_degree(row, each)), "")
+    if not column and not re.search(_EXPERTS, model, re.IGNORECASE):
+        return 0, 0, ""
+    if family != "llama":
+        raise CostModelError(f"family is {family!r}: mixtures of experts are priced of the llama family alone")
+    if column:
+        return count_of(row, column), count_of(row, "top_k"), ""
+    known = next((sizes for pattern, sizes in _MIXTURES if re.search(pattern, model, re.IGNORECASE)), None)
+    if known is None:
+        raise CostModelError(
+            f"model is {model!r}, a mixture of experts by its name: add columns experts and top_k, with ffn_hidden that"
+            " of one expert"
+        )
+    return *known, f"experts is missing: {known[0]}, of which {known[1]} take a token, by the model's name"
 
 
 def _check(read: TrainingRow) -> None:
     sizes = read.architecture
-    if read.dp * read.tp * read.pp != read.gpus:
-        raise CostModelError(f"dp {read.dp} x tp {read.tp} x pp {read.pp} is not the {read.gpus} GPUs")
+    if read.dp * read.tp * read.pp * read.cp != read.gpus:
+        by_tokens = f" x cp {read.cp}" if read.cp > 1 else ""
+        raise CostModelError(f"dp {read.dp} x tp {read.tp} x pp {read.pp}{by_tokens} is not the {read.gpus} GPUs")
+    if read.seq_len % read.cp:
+        raise CostModelError(f"a sequence of {read.seq_len} does not divide over cp {read.cp}")
+    if sizes.experts_per_token > sizes.experts:
+        raise CostModelError(f"top_k is {sizes.experts_per_token} of {sizes.experts} experts")
     if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node and not _link_domain(read.device):
         raise CostModelError(f"{read.gpus} GPUs do not fill nodes of {read.gpus_per_node}")
     if read.gpus > read.gpus_per_node and not read.nic_bytes_per_s:
@@ -258,8 +311,6 @@ def _refuse_other_heads(row: Mapping[str, str], sizes: Architecture) -> None:
 
 def _refuse_unsaid(row: Mapping[str, str]) -> None:
     """Raise for columns beyond those of the format that say what a price would have to know, and does not."""
-    if (row.get("experts") or "").strip() == "" and re.search(_EXPERTS, row.get("model") or "", re.IGNORECASE):
-        raise CostModelError(f"model is {row['model']!r}: {_UNPRICED['experts']}")
     for column, what in _UNPRICED.items():
-        if (row.get(column) or "").strip().lower() not in _NEUTRAL:
+        if has_degree(row, column):
             raise CostModelError(f"{column} is {row[column]!r}: {what}")

@@ -37,7 +37,7 @@ class AsRun(Solving):
     """Whether each rank holds the optimizer's state of a part of its parameters (ZeRO 1 and 2)."""
 
     replicas: int = 1
-    """Ranks that hold the same parameters."""
+    """Ranks over which a sharded optimizer is."""
 
     peak_dtype: str = "bfloat16"
     """The type whose peak MFU refers to."""
@@ -61,6 +61,7 @@ class AsRun(Solving):
             sizes,
             int(trial.microbatches > 1),
             sharded=self._sharded(trial),
+            across_axis=next(iter(self._replicas(trial)[:-1]), -1) if self.sharded_optimizer else -1,
             hides_reductions=self.stack.overlaps,
             gathers_ahead=self.stack.gathers_ahead,
             reduces_each=any(axis.role == "dp_shard" for axis in trial.mesh),
@@ -86,10 +87,15 @@ class AsRun(Solving):
 
     def _sharded(self, trial: Trial) -> tuple[int, float]:
         """Return the axis that an optimizer is sharded over, and bytes of a parameter over its gradient's."""
-        axis = next((place for place, each in enumerate(trial.mesh) if each.role == "dp_replicate"), -1)
         if not self.sharded_optimizer:
             return -1, 0.0
+        axis = next(reversed(self._replicas(trial)), -1)
         return axis, 0.5 if self.stack.float32_gradients and self.options.precision == "bf16" else 1.0
+
+    @staticmethod
+    def _replicas(trial: Trial) -> tuple[int, ...]:
+        """Return the axes whose ranks hold the same parameters, the outermost first."""
+        return tuple(place for place, each in enumerate(trial.mesh) if each.role == "dp_replicate")
 
     @property
     def optimizer(self) -> str:

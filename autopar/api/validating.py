@@ -25,7 +25,7 @@ from autopar.ir.plan import Estimates, Memory
 from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
 from autopar.options import PlanOptions
-from autopar.search.meshes import MeshAxis
+from autopar.search.meshes import Candidate, MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
@@ -48,6 +48,9 @@ ProgramKey = tuple[Architecture, int, int, int, str, bool, bool]
 
 _DROPOUT = 0.1
 """Of attention's scores and of what layers add, where scores are in memory: the default of GPT codes of that time."""
+
+_BALANCED = 1.0
+"""Room of an expert over an even share: no token is dropped, and none of the published tables is of uneven shares."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TIME_LIMIT_S = 60.0
@@ -107,9 +110,10 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
     flat = 0.0
     if short and read.stack.flat_copies:
         item = 4 if read.stack.float32_gradients and read.precision == "bf16" else 2
-        flat = flat_bytes(held.parameters / 2, held.optimizer, item, zero=read.zero, replicas=read.dp)
+        flat = flat_bytes(held.parameters / 2, held.optimizer, item, zero=read.zero, replicas=read.dp_shard)
     # One for each axis, and one over all model-parallel ranks, which add up norms.
-    groups = sum(degree > 1 for degree in (read.dp, read.tp, read.pp)) + (read.tp > 1 < read.pp)
+    degrees = (read.dp, read.tp, read.pp, read.cp, read.ep)
+    groups = sum(degree > 1 for degree in degrees) + (read.tp > 1 < read.pp) + read.is_hybrid
     resting = held.parameters + held.gradients + held.optimizer
     moving = held.activations + held.temporary
     return process_bytes(resting, moving, catalogued_device(read.device), groups=groups, flat=flat)
@@ -124,11 +128,8 @@ def estimates_of(read: TrainingRow) -> Estimates:
     """
     options = PlanOptions.parse(fix=_fixed(read), precision=read.precision, optimizer="adamw", time_limit=_TIME_LIMIT_S)
     count = read.global_batch // (read.dp * read.micro_batch)
-    axes = [MeshAxis("microbatch", count)] if count > 1 else []
-    axes += [MeshAxis("dp_shard" if read.zero == WHOLLY_SHARDED else "dp_replicate", read.dp)] if read.dp > 1 else []
-    axes += [MeshAxis("tp", read.tp)] if read.tp > 1 else []
     way = _recompute(read)
-    trial = Trial(tuple(axes), read.pp, way)
+    trial = Trial(_axes(read, count), read.pp, way)
     graph = _recomputed(_program_key(read), "whole" if way == "full" and read.stack.reruns_all else way)
     dtype = PEAK_DTYPE[read.precision]
     solving = AsRun(
@@ -137,11 +138,26 @@ def estimates_of(read: TrainingRow) -> Estimates:
         options,
         stack=read.stack,
         sharded_optimizer=read.zero in {1, 2},
-        replicas=read.dp,
+        replicas=read.dp_shard * read.cp,
         peak_dtype=dtype,
     )
     # What was measured reduced every gradient and gathered every parameter.
     return solving.estimates(trial, replace(read_wishes(options), moves_activations=False))
+
+
+def _axes(read: TrainingRow, microbatches: int) -> Candidate:
+    """Return the axes of a row's ranks, outermost first, each of more than one."""
+    inner: Role = "dp_shard" if read.zero == WHOLLY_SHARDED else "dp_replicate"
+    outer = read.dp // (read.dp_shard * read.ep)
+    axes = (
+        MeshAxis("microbatch", microbatches),
+        MeshAxis("dp_replicate", outer),
+        MeshAxis(inner, read.dp_shard),
+        MeshAxis("cp", read.cp),
+        MeshAxis("ep", read.ep),
+        MeshAxis("tp", read.tp),
+    )
+    return tuple(axis for axis in axes if axis.size > 1)
 
 
 @lru_cache(maxsize=2)
@@ -163,9 +179,12 @@ def _recompute(read: TrainingRow) -> Uniform:
 def _fixed(read: TrainingRow) -> dict[str, int | str | bool]:
     """Return a row's degrees and choices as `--fix` takes them."""
     sharded = read.zero == WHOLLY_SHARDED and read.dp > 1
+    shards = read.dp_shard if sharded else 1
     fixed: dict[str, int | str | bool] = {
-        "dp_replicate": 1 if sharded else read.dp,
-        "dp_shard": read.dp if sharded else 1,
+        "dp_replicate": read.dp // (shards * read.ep),
+        "dp_shard": shards,
+        "cp": read.cp,
+        "ep": read.ep,
         "tp": read.tp,
         "pp": read.pp,
         "interleave": read.interleave,
@@ -213,6 +232,9 @@ def _settings(sizes: Architecture, vocab: int, seq: int, layers: int) -> GptSett
             vocab=vocab,
             sequence=seq,
             fused_attention=sizes.fused_attention,
+            experts=sizes.experts,
+            experts_per_token=sizes.experts_per_token,
+            capacity_factor=_BALANCED,
         )
     return GptSettings(
         layers=layers,

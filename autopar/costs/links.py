@@ -74,6 +74,10 @@ class Links:
     Gradients are then scattered, and new parameters gathered, in place of gradients' all-reduce.
     """
 
+    across_axis: int = -1
+    """The axis across groups that each hold a sharded optimizer; -1: there is one group. What is scattered inside a
+    group is all-reduced across by each of its ranks."""
+
     hides_reductions: bool = False
     """Whether gradients summed over micro-batches are reduced behind the backward of the last of them."""
 
@@ -179,6 +183,8 @@ class Links:
     def forms(self, message: Message) -> Iterator[Price]:
         """Yield the price of one flat collective, then of each way to run it in two levels."""
         hops = self._hops[message.axis]
+        if message.op == "all_reduce" and message.axis == self.across_axis:
+            message = replace(message, bytes=message.bytes // self.sizes[self.sharded[0]])
         spent = float(collective_s(message.op, message.bytes, hops))
         if message.op == "all_reduce" and message.axis == self.sharded[0]:
             spent = collective_s("reduce_scatter", message.bytes, hops)

@@ -22,8 +22,14 @@ WRONG = [
     ({"attention": "fast"}, "attention is 'fast', not one of flash, unfused"),
     ({"zero": ""}, "zero is missing: 0 for nothing sharded, 1 the optimizer, 2 gradients too, 3 parameters too"),
     ({"zero": "zero-4"}, "zero is 'zero-4': 0 for nothing sharded"),
-    ({"model": "Mixtral-8x7B"}, "model is 'Mixtral-8x7B': steps of mixtures of experts are not priced"),
-    ({"model": "Qwen3-30B-A3B"}, "steps of mixtures of experts are not priced"),
+    ({"model": "Mixtral-8x7B"}, "family is 'gpt': mixtures of experts are priced of the llama family alone"),
+    (
+        {"model": "Qwen3-30B-A3B", "family": "llama"},
+        "model is 'Qwen3-30B-A3B', a mixture of experts by its name: add columns experts and top_k",
+    ),
+    ({"family": "llama", "experts": "8"}, "top_k is missing"),
+    ({"family": "llama", "experts": "8", "top_k": "9"}, "top_k is 9 of 8 experts"),
+    ({"family": "llama", "experts": "6", "top_k": "2", "ep": "4"}, "ep is 4, which does not divide 6 experts"),
     ({"head_dim": "128"}, "head_dim is 128, and hidden 1024 on 16 heads is 64 each"),
     ({"seq_len": "8,192"}, "seq_len is '8,192', not a number of at least 0"),
     ({"dp": "5"}, "dp 5 x tp 8 x pp 2 is not the 64 GPUs"),
@@ -34,8 +40,12 @@ WRONG = [
     ({"gpus_per_node": "48"}, "64 GPUs do not fill nodes of 48"),
     ({"inter_node_Gbit_per_s_per_node": "0"}, "no inter_node_Gbit_per_s_per_node"),
     ({"kv_heads": "3"}, "heads 16 and kv_heads 3 do not divide"),
-    ({"ep": "8"}, "ep is '8': experts split over ranks are not priced"),
-    ({"cp": "2"}, "cp is '2': sequences split over ranks by context parallelism are not priced"),
+    ({"ep": "2"}, "ep is 2, and the row says of no experts: add columns experts and top_k"),
+    ({"family": "llama", "experts": "8", "top_k": "2", "ep": "8"}, "ep is 8, which does not divide dp 4"),
+    ({"cp": "2"}, "dp 4 x tp 8 x pp 2 x cp 2 is not the 64 GPUs"),
+    ({"cp": "2", "dp": "2", "seq_len": "511"}, "a sequence of 511 does not divide over cp 2"),
+    ({"zero": "3", "dp_shard": "3"}, "dp_shard is 3, and there are 4 data-parallel ranks"),
+    ({"offload": "optimizer"}, "offload is 'optimizer': state kept in the host's memory is not priced"),
     ({"pp": "1", "dp": "8", "interleave": "2"}, "interleave is 2 without pipeline stages"),
 ]
 
@@ -82,6 +92,37 @@ def test_a_rack_of_joined_devices_is_one_node_however_it_is_counted(per_node: st
 
     assert (cluster.node_count, cluster.devices_per_node) == (2, 64)
     assert [level.bytes_per_s for level in cluster.levels] == [900e9, 64 * 50e9]
+
+
+@pytest.mark.parametrize(
+    ("change", "group", "is_hybrid"),
+    [
+        ({"zero": "full_shard"}, 64, False),
+        ({"zero": "hybrid_shard"}, 8, True),
+        ({"zero": "HSDP"}, 8, True),
+        ({"zero": "hybrid_shard", "tp": "2", "dp": "32"}, 4, True),
+        ({"zero": "hybrid_shard", "gpus": "8", "dp": "8"}, 8, False),
+        ({"zero": "3", "dp_shard": "16"}, 16, True),
+        ({"zero": "0"}, 64, False),
+    ],
+    ids=str,
+)
+def test_hybrid_sharding_is_over_a_nodes_ranks_where_the_row_does_not_say_how_many(
+    change: dict[str, str], group: int, is_hybrid: bool
+):
+    read = read_training_row({**ROW, "tp": "1", "pp": "1", "dp": "64", "global_batch": "64", **change})
+
+    assert (read.dp_shard, read.is_hybrid) == (group, is_hybrid)
+
+
+def test_a_mixtrals_experts_are_known_by_its_name_and_others_by_their_columns():
+    llama = {**ROW, "family": "llama"}
+    mixtral = read_training_row({**llama, "model": "Mixtral-8x7B"})
+    other = read_training_row({**llama, "model": "Qwen3-30B-A3B", "num_experts": "128", "top_k": "8"})
+
+    found = [(each.architecture.experts, each.architecture.experts_per_token) for each in (mixtral, other)]
+    assert found == [(8, 2), (128, 8)]
+    assert mixtral.assumed == "experts is missing: 8, of which 2 take a token, by the model's name"
 
 
 def test_columns_that_change_nothing_are_no_reason_to_refuse_a_row():

@@ -1,0 +1,69 @@
+"""Published rows that shard inside groups, split sequences or experts: priced as what they ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.api.validating import estimates_of
+from autopar.ir.plan import Estimates
+from cost_models.training_rows import read_training_row
+from tests.support.training_row import ROW
+
+SMALL = {
+    **ROW, "family": "llama", "hidden": "256", "heads": "4", "kv_heads": "4", "ffn_hidden": "1024", "vocab": "1024",
+    "seq_len": "1024", "gpus": "16", "layers": "4", "dp": "16", "tp": "1", "pp": "1", "global_batch": "64",
+    "attention": "flash", "recompute": "none", "year": "2024", "framework": "fsdp",
+}  # fmt: skip
+SLOW = {"inter_node_Gbit_per_s_per_node": "10"}
+"""A fabric on which what crosses nodes takes longer than all else."""
+
+
+def _priced(**change: str) -> Estimates:
+    return estimates_of(read_training_row({**SMALL, **change}))
+
+
+def test_hybrid_sharding_gathers_inside_nodes_and_holds_a_nodes_share():
+    everywhere, inside = _priced(zero="full_shard", **SLOW), _priced(zero="hybrid_shard", **SLOW)
+
+    assert inside.memory.parameters == pytest.approx(2 * everywhere.memory.parameters, rel=0.01)
+    assert inside.memory.optimizer == pytest.approx(2 * everywhere.memory.optimizer, rel=0.01)
+    # Across nodes a micro-batch's gradients alone, each rank's share of them: of two gathers and a scatter two thirds.
+    exposed = [each.breakdown.exposed_communication_s for each in (inside, everywhere)]
+    assert exposed[0] < 0.75 * exposed[1]
+
+
+def test_a_group_that_is_all_ranks_is_no_hybrid():
+    assert _priced(zero="3", dp_shard="16") == _priced(zero="3")
+    assert _priced(zero="1", dp_shard="16") == _priced(zero="1")
+
+
+def test_an_optimizer_sharded_inside_nodes_is_reduced_across_by_its_parts():
+    # Of 16 ranks on two nodes: scattered over all and gathered again, or scattered inside and all-reduced across by
+    # each rank its eighth: the same bytes cross.
+    core = {"framework": "megatron-core", "zero": "1", **SLOW}
+    everywhere, inside = _priced(**core), _priced(**core, dp_shard="8")
+
+    assert inside.memory.optimizer == pytest.approx(2 * everywhere.memory.optimizer, rel=0.01)
+    assert inside.step_time_s == pytest.approx(everywhere.step_time_s, rel=0.1)
+
+
+def test_context_parallelism_splits_what_is_kept_and_exchanges_for_attention():
+    whole, split = _priced(zero="1"), _priced(zero="1", dp="8", cp="2")
+
+    assert split.memory.activations == pytest.approx(whole.memory.activations / 2, rel=0.15)
+    assert split.memory.optimizer == pytest.approx(whole.memory.optimizer, rel=0.01)
+    # As many tokens a rank: twice the samples, of half the length.
+    alike = _priced(zero="1", dp="8", cp="2", micro_batch="2")
+    assert alike.breakdown.compute_s == pytest.approx(whole.breakdown.compute_s, rel=0.15)
+    assert alike.breakdown.exposed_communication_s > whole.breakdown.exposed_communication_s
+
+
+def test_experts_compute_what_a_feed_forward_of_those_chosen_does_and_are_held_in_parts():
+    dense = _priced(zero="0", ffn_hidden="2048")
+    mixed = _priced(zero="0", experts="8", top_k="2")
+    split = _priced(zero="0", experts="8", top_k="2", ep="8")
+
+    experts = 4 * 3 * 7 * 256 * 1024 * 2  # layers, matrices, seven more experts, bf16
+    assert mixed.memory.parameters - split.memory.parameters == pytest.approx(experts, rel=0.01)
+    assert mixed.breakdown.compute_s > dense.breakdown.compute_s, "tokens are brought to experts and back"
+    assert split.breakdown.exposed_communication_s > mixed.breakdown.exposed_communication_s
