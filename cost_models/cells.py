@@ -4,8 +4,11 @@ import re
 from collections.abc import Mapping
 
 from cost_models import catalog
+from cost_models.device import DeviceSpec
+from cost_models.device_file import read_device
 from cost_models.device_names import catalogued_name
 from cost_models.errors import ClusterError, CostModelError, suggestion
+from cost_models.section import Section
 
 Cells = Mapping[str, str]
 
@@ -176,6 +179,28 @@ def degree_of(row: Cells, column: str) -> int:
     return count_of(row, column) if has_degree(row, column) else 1
 
 
+_DESCRIBED = ("peak_TFLOP_per_s", "memory_GiB", "memory_GB_per_s")
+"""Columns that together describe a device: its dense rate in the row's precision, the size and rate of its memory."""
+
+
+def described_device(row: Cells) -> DeviceSpec | None:
+    """Return the device that a row describes by its figures; None where it says none.
+
+    Efficiencies are those of the catalogue's device of the same figures, else an A100's, as in a cluster file.
+
+    Raises:
+        CostModelError: some of the figures are missing, or the rate is that of sparse products.
+    """
+    if not any((row.get(column) or "").strip() for column in _DESCRIBED):
+        return None
+    peak, size, rate = (positive_of(row, column) for column in _DESCRIBED)
+    document = {
+        "memory": {"capacity": f"{size}GiB", "bandwidth": f"{rate}GB/s"},
+        "compute": {precision_of(row): f"{peak}TFLOP/s"},
+    }
+    return read_device(text_of(row, "device"), Section.of(document, "the row's columns"))
+
+
 def device_of(row: Cells, link_gb_per_s: float) -> tuple[str, str]:
     """Return the catalogue's name of a row's device, and what was assumed of it; empty: nothing.
 
@@ -194,4 +219,7 @@ def device_of(row: Cells, link_gb_per_s: float) -> tuple[str, str]:
             continue
         return name, "" if not more.strip() else f"device {said!r} is taken to be {name}"
     near = suggestion(said.lower(), catalog.names("devices"))
-    raise CostModelError(f"device {said!r} is not in the catalogue{near}: `autopar cluster list` names what is")
+    raise CostModelError(
+        f"device {said!r} is not in the catalogue{near}: `autopar cluster list` names what is, and columns "
+        f"{', '.join(_DESCRIBED)} describe what is not"
+    )

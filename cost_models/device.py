@@ -116,6 +116,9 @@ class DeviceSpec:
     vendor_attention_efficiency: float = 0.0
     """As `attention_efficiency`, of its maker's library (cuDNN) in place of PyTorch's own kernels; 0: the same."""
 
+    attention_heads: tuple[int, ...] = ()
+    """Sizes of heads that fused attention kernels are built for; others are padded to the next. Empty: any size."""
+
     fusion: float = 0.0
     """Share of the traffic between memory-bound operators that the software's fused kernels keep off memory."""
 
@@ -159,9 +162,20 @@ class DeviceSpec:
             raise CostModelError(message)
         return self.peak_flops[key]
 
+    def padded_head(self, size: float) -> float:
+        """Return the size of head that a fused attention kernel computes with in place of `size`."""
+        return next((float(each) for each in self.attention_heads if each >= size), size)
+
     def matmul_efficiency_for(self, dtype: str) -> float:
         """Return the largest fraction of peak that a matmul of `dtype` reaches."""
         return self.matmul_efficiency.get(canonical_dtype(dtype), self.default_matmul_efficiency)
+
+
+FLASH_2_HEADS = (32, 64, 96, 128, 160, 192, 224, 256)
+"""Sizes of heads in FlashAttention-2's kernels, which PyTorch has too: csrc/flash_attn/src/static_switch.h."""
+
+FLASH_1_HEADS = (16, 32, 64, 128)
+"""Likewise of the first ones: csrc/flash_attn/src/fmha_fprop_fp16_kernel.cu of 2022."""
 
 
 def catalogued_device(name: str) -> DeviceSpec:
@@ -196,6 +210,7 @@ def catalogued_device(name: str) -> DeviceSpec:
         released=int(catalog.number(entry, "released", 0)),
         early_attention_efficiency=catalog.number(entry, "early_attention_efficiency", 0.0),
         vendor_attention_efficiency=catalog.number(entry, "vendor_attention_efficiency", 0.0),
+        attention_heads=FLASH_2_HEADS if catalog.text(entry, "kind") == "gpu" else (),
         catalog=name,
     )
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from cost_models import catalog
-from cost_models.device import DeviceSpec
+from cost_models.device import FLASH_1_HEADS, DeviceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,11 @@ class Stack:
         if device.released:
             early = catalog.number(every, "early") * max(0.0, 1.0 - (year - device.released) / _MATURE_AFTER_YEARS)
             sustained *= 1.0 - early
-        attention = (self.vendor_attention and device.vendor_attention_efficiency) or device.attention_efficiency
+        attention, heads = device.attention_efficiency, device.attention_heads
+        if self.vendor_attention and device.vendor_attention_efficiency:
+            attention, heads = device.vendor_attention_efficiency, ()
         if year <= _FIRST_ATTENTION_KERNELS and device.early_attention_efficiency:
-            attention = device.early_attention_efficiency
+            attention, heads = device.early_attention_efficiency, FLASH_1_HEADS
         return replace(
             device,
             host_s=catalog.number(entry, "host"),
@@ -137,6 +139,7 @@ class Stack:
             matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()},
             default_matmul_efficiency=sustained * device.default_matmul_efficiency,
             attention_efficiency=attention,
+            attention_heads=heads,
         )
 
 
@@ -194,6 +197,10 @@ _FRAMEWORKS = (
     (
         r"composer|llm.?foundry",
         Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, cross_entropy="composer"),
+    ),
+    (
+        r"nanotron",
+        Stack("fused", float32_gradients=True, overlaps=True, cross_entropy="vocab_parallel"),
     ),
     (
         r"torchtitan",

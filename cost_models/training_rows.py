@@ -14,6 +14,7 @@ from cost_models.cells import (
     choice_of,
     count_of,
     degree_of,
+    described_device,
     device_of,
     family_of,
     fuses_attention,
@@ -29,6 +30,7 @@ from cost_models.cells import (
 )
 from cost_models.cluster import ClusterSpec
 from cost_models.cluster_file import shorthand_node
+from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
 from cost_models.stack import Stack, is_known, stack_of
@@ -47,12 +49,21 @@ _FABRICS = (
 WHOLLY_SHARDED = 3
 """ZeRO stage at which parameters are sharded at rest."""
 
+_UNKNOWN = "a100-sxm-80gb"
+"""The device whose kind of links, and adapters, one has that a row describes; their rates are the row's."""
+
 _RECOMPUTE = ("none", "selective", "full")
 _UNPRICED: Mapping[str, str] = {"offload": "state kept in the host's memory is not priced"}
 """Columns that other tables have, and what is not priced of them: a row is refused rather than priced without."""
 
 _EXPERTS = r"mixtral|dbrx|moe\b|\b\d+x\d+b|\ba\d+(\.\d+)?b\b|deepseek.?v[23]"
 """What names of mixtures of experts contain: Mixtral-8x7B, Qwen3-30B-A3B."""
+
+_NEOX = r"neox|pythia|gpt-?j\b"
+"""What names of models contain that EleutherAI's configurations describe: `rotary_pct`, `no_weight_tying`."""
+
+_QK_NORM = r"qwen.?3|gemma.?3"
+"""What names of models contain that normalise queries and keys."""
 
 _MIXTURES = ((r"mixtral", (8, 2)), (r"dbrx", (16, 4)))
 """Experts, and how many of them take a token, of models whose `ffn_hidden` can but be that of an expert."""
@@ -68,6 +79,9 @@ class Architecture:
     is_nemotron: bool
     """Of the GPT family: squared ReLU, rotary positions, no biases, an output embedding of its own."""
 
+    is_neox: bool
+    """Of the GPT family: rotary positions, an output embedding of its own (GPT-NeoX, Pythia, GPT-J)."""
+
     layers: int
     hidden: int
     heads: int
@@ -75,6 +89,12 @@ class Architecture:
     ffn_hidden: int
     vocab: int
     fused_attention: bool
+    head_size: int = 0
+    """Of one head; 0: its share of `hidden`."""
+
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normalised."""
+
     experts: int = 0
     """Of a layer's feed-forward, each of `ffn_hidden`; 0: it is no mixture of experts."""
 
@@ -92,6 +112,8 @@ class TrainingRow:
     stack: Stack
     year: int
     device: str
+    """Of the catalogue, or a name for the one that the row describes."""
+
     gpus: int
     gpus_per_node: int
     link_bytes_per_s: float
@@ -117,8 +139,21 @@ class TrainingRow:
     recompute: str
     measured_step_s: float
     measured_peak_bytes: float | None
+    described: DeviceSpec | None = None
+    """The device by the row's figures; None: it is the catalogue's."""
+
     assumed: str = ""
     """What the row does not say and was assumed; empty: nothing."""
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """Return the device, without the software that ran on it."""
+        return self.described or catalogued_device(self.device)
+
+    @property
+    def joined_like(self) -> str:
+        """Return the catalogue's device whose kind of links the row's are."""
+        return self.device if self.described is None else _UNKNOWN
 
     @property
     def is_hybrid(self) -> bool:
@@ -142,10 +177,10 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     Raises `CostModelError` for what the row does not say, what cannot be, and devices that the catalogue does not know.
     """
     link_gb_per_s = rate_of(row, "intra_node_GB_per_s_per_gpu")
-    device, of_device = device_of(row, link_gb_per_s)
+    described = described_device(row)
+    device, of_device = device_of(row, link_gb_per_s) if described is None else (described.name, "")
     architecture, of_sizes = _architecture(row)
     _refuse_unsaid(row)
-    _refuse_other_heads(row, architecture)
     zero = zero_stage_of(row)
     interleave = 1 if (row.get("interleave") or "").strip() in {"", "0"} else count_of(row, "interleave")
     stages = count_of(row, "pp") * interleave
@@ -166,6 +201,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         stack=stack.of_year(count_of(row, "year")).cut(architecture.layers, stages),
         year=count_of(row, "year"),
         device=device,
+        described=described,
         gpus=count_of(row, "gpus"),
         gpus_per_node=count_of(row, "gpus_per_node"),
         link_bytes_per_s=link_gb_per_s * _GB,
@@ -196,8 +232,8 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
 def training_cluster(read: TrainingRow) -> ClusterSpec:
     """Return the row's machines, their devices with the software that ran on them."""
     per_node = _joined(read)
-    node = shorthand_node(read.device, per_node)
-    device = replace(read.stack.on(node.device, read.year), host_waits=_host_waits(read))
+    node = shorthand_node(read.joined_like, per_node)
+    device = replace(read.stack.on(read.spec, read.year), host_waits=_host_waits(read))
     links = node.links and replace(node.links, bytes_per_s=read.link_bytes_per_s or node.links.bytes_per_s)
     nic_bytes_per_s = read.nic_bytes_per_s * per_node / min(read.gpus, read.gpus_per_node)
     nic = replace(_adapter(read), bytes_per_s=nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
@@ -210,7 +246,7 @@ def _joined(read: TrainingRow) -> int:
 
     A row may count such a rack by its trays (4 devices of 72) or in whole.
     """
-    domain = _link_domain(read.device)
+    domain = _link_domain(read.joined_like)
     if not domain:
         return min(read.gpus, read.gpus_per_node)
     return next(count for count in range(min(domain, read.gpus), 0, -1) if read.gpus % count == 0)
@@ -243,6 +279,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
     sizes = Architecture(
         family=family,
         is_nemotron="nemotron" in (row.get("model") or "").lower(),
+        is_neox=re.search(_NEOX, row.get("model") or "", re.IGNORECASE) is not None,
         layers=count_of(row, "layers"),
         hidden=count_of(row, "hidden"),
         heads=heads,
@@ -250,10 +287,26 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         ffn_hidden=count_of(row, "ffn_hidden"),
         vocab=count_of(row, "vocab"),
         fused_attention=fuses_attention(row),
+        head_size=_head_size(row, family, heads),
+        qk_norm=family == "llama" and re.search(_QK_NORM, row.get("model") or "", re.IGNORECASE) is not None,
         experts=experts,
         experts_per_token=chosen,
     )
     return sizes, (of_family, of_experts, "" if grouped else f"kv_heads is missing: as many as heads, {heads}")
+
+
+def _head_size(row: Mapping[str, str], family: str, heads: int) -> int:
+    """Return a head's size where the row has another than its share of the hidden size; else 0."""
+    said = degree_of(row, "head_dim")
+    if said == 1 or said * heads == count_of(row, "hidden"):
+        return 0
+    if family != "llama":
+        share = count_of(row, "hidden") / heads
+        raise CostModelError(
+            f"head_dim is {said}, and hidden {row['hidden']} on {heads} heads is {share:g} each: heads of another size"
+            " are priced of the llama family alone"
+        )
+    return said
 
 
 def _mixture(row: Mapping[str, str], family: str) -> tuple[int, int, str]:
@@ -284,7 +337,7 @@ def _check(read: TrainingRow) -> None:
         raise CostModelError(f"a sequence of {read.seq_len} does not divide over cp {read.cp}")
     if sizes.experts_per_token > sizes.experts:
         raise CostModelError(f"top_k is {sizes.experts_per_token} of {sizes.experts} experts")
-    if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node and not _link_domain(read.device):
+    if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node and not _link_domain(read.joined_like):
         raise CostModelError(f"{read.gpus} GPUs do not fill nodes of {read.gpus_per_node}")
     if read.gpus > read.gpus_per_node and not read.nic_bytes_per_s:
         raise CostModelError(
@@ -294,19 +347,10 @@ def _check(read: TrainingRow) -> None:
         raise CostModelError(
             f"a batch of {read.global_batch} does not divide into micro-batches of {read.micro_batch} on {read.dp} GPUs"
         )
-    if sizes.hidden % sizes.heads or sizes.heads % sizes.kv_heads:
+    if (sizes.hidden % sizes.heads and not sizes.head_size) or sizes.heads % sizes.kv_heads:
         raise CostModelError(f"hidden {sizes.hidden}, heads {sizes.heads} and kv_heads {sizes.kv_heads} do not divide")
     if read.interleave > 1 and read.pp == 1:
         raise CostModelError(f"interleave is {read.interleave} without pipeline stages")
-
-
-def _refuse_other_heads(row: Mapping[str, str], sizes: Architecture) -> None:
-    """Raise where a row says that heads are of another size than what they share of the hidden size."""
-    if (row.get("head_dim") or "").strip() and count_of(row, "head_dim") * sizes.heads != sizes.hidden:
-        raise CostModelError(
-            f"head_dim is {row['head_dim']}, and hidden {sizes.hidden} on {sizes.heads} heads is"
-            f" {sizes.hidden / sizes.heads:g} each: heads of another size are not priced"
-        )
 
 
 def _refuse_unsaid(row: Mapping[str, str]) -> None:

@@ -27,7 +27,6 @@ from autopar.models.zoo.llama import LlamaSettings
 from autopar.options import PlanOptions
 from autopar.search.meshes import Candidate, MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
-from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.memory import flat_bytes, process_bytes
 from cost_models.published import Priced
@@ -99,7 +98,7 @@ def _price(line: int, read: TrainingRow) -> Priced | Skipped:
         predicted_s=found.step_time_s,
         measured_bytes=read.measured_peak_bytes,
         predicted_bytes=_process_bytes(read, found.memory),
-        device_bytes=catalogued_device(read.device).memory_bytes,
+        device_bytes=read.spec.memory_bytes,
         assumed=read.assumed,
     )
 
@@ -116,7 +115,7 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
     groups = sum(degree > 1 for degree in degrees) + (read.tp > 1 < read.pp) + read.is_hybrid
     resting = held.parameters + held.gradients + held.optimizer
     moving = held.activations + held.temporary
-    return process_bytes(resting, moving, catalogued_device(read.device), groups=groups, flat=flat)
+    return process_bytes(resting, moving, read.spec, groups=groups, flat=flat)
 
 
 def estimates_of(read: TrainingRow) -> Estimates:
@@ -232,6 +231,8 @@ def _settings(sizes: Architecture, vocab: int, seq: int, layers: int) -> GptSett
             vocab=vocab,
             sequence=seq,
             fused_attention=sizes.fused_attention,
+            head_size=sizes.head_size,
+            qk_norm=sizes.qk_norm,
             experts=sizes.experts,
             experts_per_token=sizes.experts_per_token,
             capacity_factor=_BALANCED,
@@ -244,10 +245,10 @@ def _settings(sizes: Architecture, vocab: int, seq: int, layers: int) -> GptSett
         intermediate=sizes.ffn_hidden,
         vocab=vocab,
         positions=seq,
-        tied=not sizes.is_nemotron,
+        tied=not (sizes.is_nemotron or sizes.is_neox),
         bias=not sizes.is_nemotron,
         squared_relu=sizes.is_nemotron,
-        rotary_positions=sizes.is_nemotron,
+        rotary_positions=sizes.is_nemotron or sizes.is_neox,
         fused_attention=sizes.fused_attention,
         dropout=0.0 if sizes.fused_attention else _DROPOUT,
     )

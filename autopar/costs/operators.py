@@ -101,7 +101,7 @@ def seconds(
         return _product_seconds(products, _compute_dtype(op, metas), device) + _fresh(op, outs, device)
     moved = np.array([_traffic(op, metas, i, o) for i, o in zip(ins, outs, strict=True)], dtype=np.float64)
     if op.target.startswith("aten._scaled_dot_product"):
-        flops = np.array([_attention_flops(op, i) for i in ins], dtype=np.float64)
+        flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
         attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device)
         return np.asarray(attention, dtype=np.float64) + _fresh(op, outs, device)
     if theirs := loss_kernels(op, device.cross_entropy):
@@ -266,12 +266,16 @@ def _product_seconds(
     return total
 
 
-def _attention_flops(op: Op, ins: Sequence[Shape]) -> float:
-    """Return the FLOPs of an attention kernel: two products forward, five backward, half of them if causal."""
+def _attention_flops(op: Op, ins: Sequence[Shape], device: DeviceSpec | None = None) -> float:
+    """Return the FLOPs of an attention kernel: two products forward, five backward, half of them if causal.
+
+    On a device, those that it computes: heads padded to the sizes that its kernels are built for.
+    """
     backward = "backward" in op.target
     query, key, value = (ins[1], ins[2], ins[3]) if backward else (ins[0], ins[1], ins[2])
     products = 5.0 if backward else 2.0
-    width = (query[-1] + value[-1]) / 2
+    widths = [float(each[-1]) if device is None else device.padded_head(each[-1]) for each in (query, value)]
+    width = sum(widths) / 2
     causal = 0.5 if _is_causal(op) else 1.0
     return products * 2.0 * math.prod(query[:-1]) * key[-2] * width * causal
 

@@ -1,4 +1,4 @@
-"""Published rows that shard inside groups, split sequences or experts: priced as what they ran."""
+"""Published rows with groups of ranks, experts, heads of other sizes: priced as what they ran."""
 
 from __future__ import annotations
 
@@ -67,3 +67,23 @@ def test_experts_compute_what_a_feed_forward_of_those_chosen_does_and_are_held_i
     assert mixed.memory.parameters - split.memory.parameters == pytest.approx(experts, rel=0.01)
     assert mixed.breakdown.compute_s > dense.breakdown.compute_s, "tokens are brought to experts and back"
     assert split.breakdown.exposed_communication_s > mixed.breakdown.exposed_communication_s
+
+
+def test_heads_of_another_size_have_matrices_of_it():
+    usual, wide = _priced(zero="0"), _priced(zero="0", head_dim="128")
+
+    # Four layers' four projections, between 256 and four heads of 64 or of 128, in bf16.
+    assert wide.memory.parameters - usual.memory.parameters == 4 * 4 * 256 * 4 * 64 * 2
+    assert _priced(zero="0", head_dim="64") == usual
+
+
+def test_norms_of_queries_and_keys_are_in_models_that_have_them():
+    assert _priced(zero="0", model="Qwen3-1.7B").breakdown.compute_s > _priced(zero="0").breakdown.compute_s
+
+
+def test_pythia_has_an_output_embedding_of_its_own_and_positions_that_turn():
+    tied, pythia = (_priced(zero="0", family="gpt", vocab="4096", model=model) for model in ("GPT", "Pythia-1B"))
+
+    # Of its own: the output embedding. Not there: 1024 learned positions.
+    assert pythia.memory.parameters - tied.memory.parameters == (4096 - 1024) * 256 * 2
+    assert pythia.breakdown.compute_s > tied.breakdown.compute_s

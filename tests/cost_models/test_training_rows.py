@@ -30,7 +30,7 @@ WRONG = [
     ({"family": "llama", "experts": "8"}, "top_k is missing"),
     ({"family": "llama", "experts": "8", "top_k": "9"}, "top_k is 9 of 8 experts"),
     ({"family": "llama", "experts": "6", "top_k": "2", "ep": "4"}, "ep is 4, which does not divide 6 experts"),
-    ({"head_dim": "128"}, "head_dim is 128, and hidden 1024 on 16 heads is 64 each"),
+    ({"head_dim": "128"}, "head_dim is 128, and hidden 1024 on 16 heads is 64 each: heads of another size"),
     ({"seq_len": "8,192"}, "seq_len is '8,192', not a number of at least 0"),
     ({"dp": "5"}, "dp 5 x tp 8 x pp 2 is not the 64 GPUs"),
     ({"hidden": "1024.5"}, "hidden is '1024.5', not a whole number"),
@@ -309,3 +309,30 @@ def test_pytorchs_own_attention_does_not_use_what_is_new_in_hopper():
     assert reached("jax", "h200") == reached("nemo", "h200")
     assert reached("megatron-core", "a100-sxm-80gb") == reached("torchtitan", "a100-sxm-80gb")
     assert reached("megatron-core", "h100-sxm-80gb", 2023) == reached("torchtitan", "h100-sxm-80gb", 2023)
+
+
+FIGURES = {"device": "my-accelerator", "peak_TFLOP_per_s": "400", "memory_GiB": "96", "memory_GB_per_s": "3000"}
+
+
+def test_a_device_that_the_catalogue_lacks_is_described_by_the_rows_figures():
+    read = read_training_row({**ROW, **FIGURES})
+    device = training_cluster(read).device
+
+    assert (device.name, read.label.split()[4]) == ("my-accelerator", "my-accelerator,")
+    assert (device.memory_bytes, device.memory_bytes_per_s) == (96 * 2**30, 3000e9)
+    assert device.flops_for("bfloat16") == 400e12
+    assert [level.bytes_per_s for level in training_cluster(read).levels] == [300e9, 200e9]
+
+
+def test_a_device_described_as_one_of_the_catalogue_is_computed_like_it():
+    a100 = {"device": "a copy", "peak_TFLOP_per_s": "312", "memory_GiB": "80", "memory_GB_per_s": "2039"}
+    copy, known = (training_cluster(read_training_row({**ROW, **change})).device for change in (a100, {}))
+
+    assert copy.matmul_efficiency_for("bfloat16") == known.matmul_efficiency_for("bfloat16")
+    assert copy.attention_efficiency == known.attention_efficiency
+
+
+@pytest.mark.parametrize("missing", sorted(FIGURES.keys() - {"device"}))
+def test_a_described_device_needs_all_its_figures(missing: str):
+    with pytest.raises(CostModelError, match=f"{missing} is missing"):
+        read_training_row({**ROW, **FIGURES, missing: ""})

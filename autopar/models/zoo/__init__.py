@@ -123,12 +123,12 @@ def _check(name: str, settings: Any) -> None:
     """Refuse sizes that make no model."""
     for field in fields(settings):
         value = getattr(settings, field.name)
-        may_be_zero = field.name in {"intermediate", "experts", "dropout", "kv_heads"}
+        may_be_zero = field.default == 0
         if isinstance(value, int | float) and not isinstance(value, bool) and (value < 0 or not (value or may_be_zero)):
             raise UsageError(f"--set {field.name}={value}: zoo:{name} needs a positive {field.name}")
     for part, whole in (("heads", "hidden"), ("kv_heads", "heads"), ("patch", "image")):
         small, large = getattr(settings, part, 1) or 1, getattr(settings, whole, 0)
-        if large % small and not hasattr(settings, "head_size"):
+        if large % small and not getattr(settings, "head_size", 0):
             raise UsageError(f"zoo:{name}: {whole}={large} is no multiple of {part}={small}; change one with --set")
 
 

@@ -22,6 +22,12 @@ class LlamaSettings:
     kv_heads: int = 8
     intermediate: int = 14336
     vocab: int = 128256
+    head_size: int = 0
+    """Of one head; 0: its share of `hidden`."""
+
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normalised (Qwen3, Gemma 3)."""
+
     rope_theta: float = 500000.0
     tied: bool = False
     experts: int = 0
@@ -60,18 +66,21 @@ class Attention(nn.Module):
     def __init__(self, settings: LlamaSettings) -> None:
         super().__init__()
         self.heads, self.kv_heads = settings.heads, settings.kv_heads
-        self.size = settings.hidden // settings.heads
+        self.size = settings.head_size or settings.hidden // settings.heads
         self.fused = settings.fused_attention
         self.q = nn.Linear(settings.hidden, settings.heads * self.size, bias=False)
         self.k = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
         self.v = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
         self.out = nn.Linear(settings.heads * self.size, settings.hidden, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.size, eps=1e-6) if settings.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
         b, s, _ = x.shape
-        q = rotate(self.q(x).view(b, s, self.heads, self.size), cos, sin)
-        k = rotate(self.k(x).view(b, s, self.kv_heads, self.size), cos, sin)
+        q = rotate(self.q_norm(self.q(x).view(b, s, self.heads, self.size)), cos, sin)
+        k = rotate(self.k_norm(self.k(x).view(b, s, self.kv_heads, self.size)), cos, sin)
         v = self.v(x).view(b, s, self.kv_heads, self.size)
         y = attend(q, k, v, causal=True, fused=self.fused)
         out: torch.Tensor = self.out(y.reshape(b, s, self.heads * self.size))
@@ -161,7 +170,7 @@ class Llama(nn.Module):
 
     def __init__(self, settings: LlamaSettings) -> None:
         super().__init__()
-        self.size = settings.hidden // settings.heads
+        self.size = settings.head_size or settings.hidden // settings.heads
         self.theta = settings.rope_theta
         self.float32_loss = settings.float32_loss
         self.embed = nn.Embedding(settings.vocab, settings.hidden)
