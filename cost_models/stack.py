@@ -200,7 +200,7 @@ _FRAMEWORKS = (
     ),
     (
         r"nanotron",
-        Stack("fused", float32_gradients=True, overlaps=True, cross_entropy="vocab_parallel"),
+        Stack("eager", float32_gradients=True, overlaps=True, cross_entropy="vocab_parallel"),
     ),
     (
         r"torchtitan",
