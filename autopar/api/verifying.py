@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.api.compiling import compile_model
+from autopar.api import compiling
 from autopar.errors import UsageError
 from autopar.figures import format_bytes
 from autopar.ir.plan import Plan
 from autopar.report.verification import Check
 from autopar.runtime import Ranks
-from autopar.runtime.comparing import doubled, gradients_apart, joint_norm, relative, unequal_replicas, whole
+from autopar.runtime.comparing import distance, gradients_apart, joint_norm, relative, unequal_replicas, whole
 from autopar.runtime.witness import Witness, allocated, first_difference, storage_bytes
 from cost_models.cluster import ClusterSpec
 
@@ -83,7 +83,7 @@ def verify_on_rank(plan: Plan, model: nn.Module, inputs: Any, folder: Path) -> l
     draws = ranks.from_first(draws)
     witness = Witness()
     cluster = ClusterSpec.from_dict(plan.cluster)
-    made = compile_model(model, cluster, example_inputs=inputs, plan=plan, device="cpu", backend=witness)
+    made = compiling.compile(model, cluster, example_inputs=inputs, plan=plan, device="cpu", backend=witness)
     found = _train(made, inputs, plan, nullcontext())
     orders = ranks.gather(witness.order)
     checks = _numerics(found, stored, plan, ranks) if not draws else [_no_numerics()]
@@ -158,7 +158,7 @@ def _numerics(found: Training, stored: Path, plan: Plan, ranks: Ranks) -> list[C
     gradients = {name: each for name, each in whole(found.gradients).items() if each is not None}
     state = {name: each for name, each in whole(found.state).items() if each is not None}
     apart = gradients_apart(gradients, wanted.gradients)
-    squares = {name: float((doubled(each) - doubled(wanted.state[name])).norm()) ** 2 for name, each in state.items()}
+    squares = {name: distance(each, wanted.state[name]) ** 2 for name, each in state.items()}
     told = ranks.gather((losses, apart, squares))
     limits = LIMITS.get(plan.workload.precision, _SHORT)
     checks = [_within("loss", max(max(each) for each, _, _ in told), limits["loss"], f"of {len(losses)} steps")]

@@ -44,17 +44,26 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the norm of the difference of two tensors; equal infinite numbers, as in masks, count 0."""
+    a, b = doubled(a), doubled(b)
+    return float((a - b).masked_fill_((a == b) | (a.isnan() & b.isnan()), 0.0).norm())
+
+
 def joint_norm(values: Mapping[str, torch.Tensor]) -> float:
-    """Return the norm of all values together."""
-    return float(sum(float(doubled(each).norm()) ** 2 for each in values.values()) ** 0.5)
+    """Return the norm of all finite values together."""
+    return float(sum(float(_finite(doubled(each)).norm()) ** 2 for each in values.values()) ** 0.5)
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    return value[torch.isfinite(value)]
 
 
 def gradients_apart(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the relative difference of each gradient; small ones on the scale of all `wanted`, see `FLOOR`."""
     floor = FLOOR * joint_norm(wanted)
     return {
-        name: float((doubled(each) - doubled(wanted[name])).norm())
-        / max(float(doubled(wanted[name]).norm()), floor, 1e-30)
+        name: distance(each, wanted[name]) / max(float(_finite(doubled(wanted[name])).norm()), floor, 1e-30)
         for name, each in got.items()
     }
 

@@ -73,12 +73,16 @@ class Layers(nn.Module):
 
 
 class Told(Layers):
-    """The same, with what the loss was made of in front of it."""
+    """The same under a mask of infinite numbers, with what the loss was made of in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((2, 1), -torch.inf).triu())
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last activations and the loss."""
         for layer in self.layers:
-            x = x + layer(x).relu()
+            x = x + layer(x).relu() * self.mask.softmax(0)[:1]
         return x, functional.mse_loss(x, y)
 
 
