@@ -173,13 +173,16 @@ def examples_signature(model: str, reason: str, signature: str) -> UsageError:
     return UsageError(f"example_inputs do not fit {model}.forward{signature}: {reason}")
 
 
+_INSTEAD = {
+    "BlockMask": "make it in forward, by create_block_mask of what its function reads",
+    "Cache": "call without a cache (use_cache=False, of generate() too)",
+}
+"""By type of a value that no input can be: what to do."""
+
+
 def example_value(path: str, kind: str) -> UsageError:
     """Return the error for an input that is neither a tensor nor a plain value."""
-    way_out = (
-        "make it in forward, by create_block_mask of what its function reads"
-        if kind == "BlockMask"
-        else "pass what it holds instead"
-    )
+    way_out = _INSTEAD.get(kind.removeprefix("Static").removeprefix("Dynamic"), "pass what it holds instead")
     return UsageError(
         f"example input {path} is of type {kind}; inputs are tensors, numbers, strings, booleans and None, in tuples,"
         f" lists and dicts: {way_out}"
