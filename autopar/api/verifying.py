@@ -43,9 +43,12 @@ MEMORY = 0.1
 SCRAP_BYTES = 1 << 20
 """What they may hold beside: scalars, counters and messages' buffers, which plans do not count."""
 
+_EPS = 1e-5
+"""Of Adam's denominator: with 1e-8, a gradient that is zero but for rounding moves its parameter by whole steps."""
+
 _OPTIMIZERS: Mapping[str, Any] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=_EPS),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, eps=_EPS),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
 }
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
