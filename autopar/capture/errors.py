@@ -14,6 +14,15 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         "compute both branches and choose with torch.where, or decide by shapes and Python values",
     ),
     (
+        r"the result of (where|nonzero|argwhere|masked_select|getitem)\(\) is data-dependent",
+        "how many rows a mask selects depends on tensor values",
+        (
+            "compute all rows and let the mask weigh them: for expert e of a mixture, in place of rows = torch.where("
+            "index == e), out = out + expert(x) * (weight * (index == e)).sum(-1, keepdim=True); or give each a fixed "
+            "number of rows (topk of its weights, index_add back)"
+        ),
+    ),
+    (
         r"Backend compiler exception|data-dependent|DataDependent|unbacked|\.item\(\)|tolist\(\)|DynamicOutputShape",
         "a shape or Python number depends on tensor values",
         (
