@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from autopar.version import __version__
 
 if TYPE_CHECKING:
-    from autopar.api import compile, input_part, plan
+    from autopar.api import plan
+    from autopar.api.compiling import compile
     from autopar.errors import (
         AutoparError,
         CaptureError,
@@ -27,15 +28,16 @@ if TYPE_CHECKING:
     )
     from autopar.ir.plan import Plan
     from autopar.options import PlanOptions
+    from autopar.runtime import input_part
     from autopar.runtime.clipping import clip_grad_norm_
     from autopar.runtime.consolidated import full_state_dict
     from cost_models.cluster import ClusterSpec
 
 _HOME = {
     "clip_grad_norm_": "autopar.runtime.clipping",
-    "compile": "autopar.api",
+    "compile": "autopar.api.compiling",
     "full_state_dict": "autopar.runtime.consolidated",
-    "input_part": "autopar.api",
+    "input_part": "autopar.runtime",
     "plan": "autopar.api",
     "ClusterSpec": "cost_models.cluster",
     "Plan": "autopar.ir.plan",
@@ -72,13 +74,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would take every name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is None:
+            raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

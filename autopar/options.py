@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from autopar.errors import UsageError
 from autopar.ir.mesh import AXIS_NAMES
@@ -154,6 +154,29 @@ class PlanOptions:
         if self.keep_outputs is not None:
             demanded["keep_outputs"] = self.keep_outputs
         return demanded
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The keywords of `plan` and `compile` for type checkers: the fields of `PlanOptions`, which may come as text."""
+
+    batch: int | str | None
+    seq: int | str | None
+    set: Mapping[str, Any] | Iterable[str] | str | None
+    precision: str | None
+    reduce_dtype: str | None
+    optimizer: str | None
+    fix: Mapping[str, Setting] | Iterable[str] | str | None
+    forbid: Iterable[str] | str | None
+    constraint: Iterable[str | Constraint] | str | None
+    memory_margin: float | str | None
+    time_limit: float | str | None
+    gap: float | str | None
+    seed: int | str | None
+    top_k: int | str | None
+    strict: bool | str | None
+    overlap: bool | str | None
+    two_level: bool | str | None
+    keep_outputs: bool | str | None
 
 
 def unknown_option(name: str, known: Iterable[str]) -> UsageError:

@@ -67,9 +67,13 @@ def _parameters(model: Any) -> list[tuple[str, Any]]:
 
 
 def _tensors(output: Any) -> list[Any]:
-    """Return the tensors of a model's output, in order."""
+    """Return the tensors of a model's output, in order; `None` for those of other stages."""
     import torch
 
+    from autopar.runtime.stand_ins import StandIn
+
+    if isinstance(output, StandIn):
+        return [None]
     if isinstance(output, torch.Tensor):
         return [output.detach().clone()]
     values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else ()

@@ -1,11 +1,11 @@
-"""The public functions, composed of the stages: capture to search for `plan`, rewrite and runtime for `compile`."""
+"""The public functions, composed of the stages: capture to search here for `plan`, and on to a run in `compiling`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -17,7 +17,7 @@ from autopar.capture.deepen import deepened
 from autopar.errors import CaptureError, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.options import PlanOptions
+from autopar.options import OptionKeywords, PlanOptions
 from autopar.progress import Progress, Silent
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
@@ -25,7 +25,7 @@ from cost_models.errors import CostModelError
 if TYPE_CHECKING:
     from autopar.models.shallow import Shallow
 
-__all__ = ["compile", "input_part", "plan", "plan_captured", "plan_reference", "read_cluster"]
+__all__ = ["plan", "plan_captured", "plan_reference", "read_cluster"]
 
 Cluster = ClusterSpec | str | Path
 
@@ -39,12 +39,12 @@ def plan(
     example_inputs: tuple[Any, ...] | dict[str, Any],
     cluster_spec: Cluster | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> Plan:
     """Return the best plan found for training `model` on `cluster`, without running or allocating anything.
 
     `example_inputs` is the global batch, positional (tuple) or keyword (dict); the model may be on meta. Options
-    are the flags of `autopar plan` with underscores (`fix={"tp": 8}`, `precision="bf16"`, ...).
+    are the fields of `autopar.PlanOptions`, the flags of `autopar plan` (`fix={"tp": 8}`, `precision="bf16"`, ...).
 
     Raises:
         AutoparError: what a user can cause, each kind its own subclass.
@@ -194,17 +194,3 @@ def _check_batch(graph: Graph, options: PlanOptions) -> None:
             f"the example inputs have a batch of {batch}, but batch={options.batch} was asked for; give example "
             f"inputs of {options.batch} samples, or leave batch out"
         )
-
-
-def compile(*args: Any, **kwargs: Any) -> Any:
-    """Return the model as a sharded program; see `autopar.api.compiling`."""
-    from autopar.api.compiling import compile_model
-
-    return compile_model(*args, **kwargs)
-
-
-def input_part(model: torch.nn.Module) -> tuple[int, int]:
-    """Return which part of the global batch this rank brings to a call, and of how many; see `runtime.input_part`."""
-    from autopar import runtime
-
-    return runtime.input_part(model)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from autopar.errors import UsageError
 from autopar.ir.plan import Decisions, Plan
 from autopar.ir.plan_json import from_json, load, to_json
 from autopar.ir.squeeze import squeeze
-from autopar.options import PlanOptions, Precision
+from autopar.options import OptionKeywords, PlanOptions, Precision
 from autopar.progress import Progress, Silent
 from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
@@ -56,7 +56,7 @@ _FOLLOW_LIMIT_S = 20.0
 """Seconds that the search for an evaluation program may take while a job waits."""
 
 
-def compile_model(
+def compile(
     model: nn.Module,
     cluster: Cluster | None = None,
     *,
@@ -64,12 +64,12 @@ def compile_model(
     example_inputs: tuple[Any, ...] | dict[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     init_fn: InitFn | None = None,
-    inputs: str = "global",
-    outputs: str = "parts",
-    backend: str | Backend = "eager",
+    inputs: Literal["global", "local"] = "global",
+    outputs: Literal["parts", "whole"] = "parts",
+    backend: Literal["eager", "inductor"] | Backend = "eager",
     device: str | torch.device | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> nn.Module:
     """Return `model` as a program sharded over all ranks, with the same call signature and parameter names.
 
@@ -79,7 +79,7 @@ def compile_model(
     are DTensors, with stages on the ranks that make them; with `outputs="whole"` they are gathered at every call,
     plain tensors on all ranks, as losses always are. `plan` (a `Plan` or a file;
     also the variable AUTOPAR_PLAN, which `autopar run` sets) replaces the search. Every rank gets rank 0's plan.
-    `init_fn(module)` initialises modules whose parameters are on meta. Options are those of `autopar plan`.
+    `init_fn(module)` initialises modules whose parameters are on meta. Options are the fields of `autopar.PlanOptions`.
 
     Raises:
         AutoparError: what a user can cause, on all ranks.

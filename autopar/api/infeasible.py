@@ -58,14 +58,20 @@ def no_stages(wanted: Wanted, fixed: Mapping[str, int], most: int, devices: int)
     )
 
 
-def batch(fixed: Mapping[str, int], size: int) -> InfeasibleError:
-    """Return the error about data-parallel degrees that the batch does not divide by."""
+def batch(fixed: Mapping[str, int], size: int, leading: Sequence[int]) -> InfeasibleError:
+    """Return the error about data-parallel degrees that the batch does not divide by.
+
+    `leading` are the sizes of dimension 0 of the inputs.
+    """
     asked = {key: fixed[key] for key in DATA if fixed.get(key, 1) > 1}
     parts = prod(asked.values())
     nearest = f"{size // parts * parts} or {ceil(size / parts) * parts}" if size > parts else str(parts)
+    same = leading.count(size)
+    whose = "the inputs" if same == len(leading) else f"{same} of {len(leading)} inputs"
+    stack = "" if same == len(leading) else ". Samples that come as a list of tensors have to be stacked into one"
     return InfeasibleError(
-        f"{' '.join(f'--fix {k}={v}' for k, v in asked.items())}: the batch of {size} (dimension 0 of the inputs) does "
-        f"not divide into {parts} equal parts; take a batch of {nearest}, or lower degrees"
+        f"{' '.join(f'--fix {k}={v}' for k, v in asked.items())}: the batch of {size} (dimension 0 of {whose}) does "
+        f"not divide into {parts} equal parts; take a batch of {nearest}, or lower degrees{stack}"
     )
 
 

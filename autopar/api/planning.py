@@ -145,7 +145,9 @@ class Planner:
         meshes = self._meshes(wishes)
         parts = prod(wishes.fixed.get(key, 1) for key in DATA)
         if batch and batch % parts:
-            raise infeasible.batch(wishes.fixed, batch)
+            inputs = [op.outputs[0] for op in self.program.graph.ops if op.kind == "input"]
+            leading = [meta.shape[0] for meta in inputs if meta is not None and meta.shape]
+            raise infeasible.batch(wishes.fixed, batch, leading)
         asked = wishes.microbatch is not None or wishes.depth not in {None, 1} or not wishes.schedule_is_open
         try:
             self._solving.require_parts(wishes)

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.api.compiling import compile_model
+from autopar.api import compiling
 from autopar.errors import UsageError
 from autopar.figures import format_bytes
 from autopar.ir.plan import Plan
 from autopar.report.verification import Check
 from autopar.runtime import Ranks
-from autopar.runtime.comparing import doubled, gradients_apart, joint_norm, relative, unequal_replicas, whole
+from autopar.runtime.comparing import distance, gradients_apart, joint_norm, relative, unequal_replicas, whole
 from autopar.runtime.witness import Witness, allocated, first_difference, storage_bytes
 from cost_models.cluster import ClusterSpec
 
@@ -43,9 +43,12 @@ MEMORY = 0.1
 SCRAP_BYTES = 1 << 20
 """What they may hold beside: scalars, counters and messages' buffers, which plans do not count."""
 
+_EPS = 1e-5
+"""Of Adam's denominator: with 1e-8, a gradient that is zero but for rounding moves its parameter by whole steps."""
+
 _OPTIMIZERS: Mapping[str, Any] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=_EPS),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, eps=_EPS),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
 }
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +86,7 @@ def verify_on_rank(plan: Plan, model: nn.Module, inputs: Any, folder: Path) -> l
     draws = ranks.from_first(draws)
     witness = Witness()
     cluster = ClusterSpec.from_dict(plan.cluster)
-    made = compile_model(model, cluster, example_inputs=inputs, plan=plan, device="cpu", backend=witness)
+    made = compiling.compile(model, cluster, example_inputs=inputs, plan=plan, device="cpu", backend=witness)
     found = _train(made, inputs, plan, nullcontext())
     orders = ranks.gather(witness.order)
     checks = _numerics(found, stored, plan, ranks) if not draws else [_no_numerics()]
@@ -158,7 +161,7 @@ def _numerics(found: Training, stored: Path, plan: Plan, ranks: Ranks) -> list[C
     gradients = {name: each for name, each in whole(found.gradients).items() if each is not None}
     state = {name: each for name, each in whole(found.state).items() if each is not None}
     apart = gradients_apart(gradients, wanted.gradients)
-    squares = {name: float((doubled(each) - doubled(wanted.state[name])).norm()) ** 2 for name, each in state.items()}
+    squares = {name: distance(each, wanted.state[name]) ** 2 for name, each in state.items()}
     told = ranks.gather((losses, apart, squares))
     limits = LIMITS.get(plan.workload.precision, _SHORT)
     checks = [_within("loss", max(max(each) for each, _, _ in told), limits["loss"], f"of {len(losses)} steps")]

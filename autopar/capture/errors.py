@@ -14,6 +14,15 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         "compute both branches and choose with torch.where, or decide by shapes and Python values",
     ),
     (
+        r"the result of (where|nonzero|argwhere|masked_select|getitem)\(\) is data-dependent",
+        "how many rows a mask selects depends on tensor values",
+        (
+            "compute all rows and let the mask weigh them: for expert e of a mixture, in place of rows = torch.where("
+            "index == e), out = out + expert(x) * (weight * (index == e)).sum(-1, keepdim=True); or give each a fixed "
+            "number of rows (topk of its weights, index_add back)"
+        ),
+    ),
+    (
         r"Backend compiler exception|data-dependent|DataDependent|unbacked|\.item\(\)|tolist\(\)|DynamicOutputShape",
         "a shape or Python number depends on tensor values",
         (
@@ -173,13 +182,16 @@ def examples_signature(model: str, reason: str, signature: str) -> UsageError:
     return UsageError(f"example_inputs do not fit {model}.forward{signature}: {reason}")
 
 
+_INSTEAD = {
+    "BlockMask": "make it in forward, by create_block_mask of what its function reads",
+    "Cache": "call without a cache (use_cache=False, of generate() too)",
+}
+"""By type of a value that no input can be: what to do."""
+
+
 def example_value(path: str, kind: str) -> UsageError:
     """Return the error for an input that is neither a tensor nor a plain value."""
-    way_out = (
-        "make it in forward, by create_block_mask of what its function reads"
-        if kind == "BlockMask"
-        else "pass what it holds instead"
-    )
+    way_out = _INSTEAD.get(kind.removeprefix("Static").removeprefix("Dynamic"), "pass what it holds instead")
     return UsageError(
         f"example input {path} is of type {kind}; inputs are tensors, numbers, strings, booleans and None, in tuples,"
         f" lists and dicts: {way_out}"

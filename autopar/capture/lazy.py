@@ -2,10 +2,15 @@
 
     x.conj(), and the gradient of a complex product: a view of the same memory that kernels read as conjugated
 
-Kernels know such marks; what sends memory from rank to rank, or keeps it for later, does not.
+Kernels know such marks; what sends memory from rank to rank, or keeps it for later, does not. Torch's tracer leaves a
+number in the place of a tensor that stands for one, `_conj(1j)`, which no operator of one tensor takes: it is made.
 """
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,6 +23,10 @@ _WRITTEN = {
     _ATEN._neg_view.default: _ATEN.neg.default,
     _ATEN._efficientzerotensor.default: _ATEN.zeros.default,
 }
+_OF_NUMBERS: dict[Any, Callable[[complex], complex]] = {
+    _ATEN._conj.default: lambda number: number.conjugate(),
+    _ATEN._neg_view.default: operator.neg,
+}
 
 
 def write_lazy_tensors(joint: fx.GraphModule) -> int:
@@ -25,7 +34,12 @@ def write_lazy_tensors(joint: fx.GraphModule) -> int:
     changed = 0
     for node in joint.graph.nodes:
         if node.op == "call_function" and node.target in _WRITTEN:
-            node.target = _WRITTEN[node.target]
+            value = _OF_NUMBERS.get(node.target)
+            if value is not None and not isinstance(node.args[0], fx.Node):
+                node.target, node.args = _ATEN.scalar_tensor.default, (value(node.args[0]),)
+                node.kwargs = {"dtype": node.meta["val"].dtype}
+            else:
+                node.target = _WRITTEN[node.target]
             changed += 1
     if changed:
         for node in joint.graph.nodes:

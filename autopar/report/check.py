@@ -22,6 +22,7 @@ RULES: Mapping[str, str] = {
     "mfu-limit": "the model FLOPs utilisation reaches the policy's least",
     "gap-limit": "the gap to the proven bound is within the policy's limit",
     "warning": "the plan has no warning that the policy forbids",
+    "other-workload": "the baseline is a plan for the same model, batch and sequence length",
     "step-time-regression": "the step time is not worse than the baseline's",
     "peak-memory-regression": "the peak memory is not worse than the baseline's",
     "communication-regression": "the communication of a step is not worse than the baseline's",
@@ -163,7 +164,7 @@ def _regressions(plan: Plan, baseline: Plan | None, policy: Policy) -> dict[str,
         ("peak_memory", old.peak_memory_bytes, new.peak_memory_bytes, format_bytes),
         ("communication", old.communication_bytes, new.communication_bytes, format_bytes),
     )
-    results = {}
+    results = {"other-workload": _other_workload(plan, baseline)}
     for name, before, after, show in figures:
         allowed = policy.tolerance.get(name, DEFAULT_TOLERANCE)
         text = (
@@ -172,6 +173,21 @@ def _regressions(plan: Plan, baseline: Plan | None, policy: Policy) -> dict[str,
         )
         results[f"{name.replace('_', '-')}-regression"] = [text] if after > before * (1 + allowed) else []
     return results
+
+
+def _other_workload(plan: Plan, baseline: Plan) -> list[str]:
+    new, old = plan.workload, baseline.workload
+    facts: tuple[tuple[str, object, object], ...] = (
+        ("model", old.model, new.model),
+        ("global batch", old.global_batch, new.global_batch),
+        ("tokens of a step", old.tokens_per_step, new.tokens_per_step),
+    )
+    differ = [f"{name} {a or 'unknown'} -> {b or 'unknown'}" for name, a, b in facts if a != b]
+    text = (
+        f"the baseline is for other work ({', '.join(differ)}), whose figures say nothing of this plan's; make a "
+        "baseline for this work"
+    )
+    return [text] if differ else []
 
 
 def load_policy(path: Path) -> Policy:

@@ -54,18 +54,21 @@ def print_table(plan: Plan, stream: TextIO, timeline: Timeline | None = None) ->
     if not stream.isatty():
         stream.write(table_text(plan, timeline=timeline))
         return
-    _print(plan, Console(file=stream, highlight=False), timeline)
+    _print(plan, Console(file=stream, highlight=False), timeline, whole=False)
 
 
-def _print(plan: Plan, console: Console, timeline: Timeline | None) -> None:
+def _print(plan: Plan, console: Console, timeline: Timeline | None, *, whole: bool = True) -> None:
+    """Print the tables; text between them is folded at words at the console's width, or left in whole lines."""
     workload = plan.workload
     pieces = "micro-batches" if workload.num_microbatches > 1 else "micro-batch"
     batch = f"batch {workload.global_batch}, {workload.num_microbatches} {pieces} of {workload.microbatch}"
     console.print(
-        Text(f"{workload.model}  {batch}, {workload.precision}, {workload.optimizer}", style="bold"), soft_wrap=True
+        Text(f"{workload.model}  {batch}, {workload.precision}, {workload.optimizer}", style="bold"),
+        soft_wrap=whole,
     )
     console.print(
-        Text(f"{format_degrees(plan.decisions.degrees)} on {plan.cluster.get('name', 'the cluster')}"), soft_wrap=True
+        Text(f"{format_degrees(plan.decisions.degrees)} on {plan.cluster.get('name', 'the cluster')}"),
+        soft_wrap=whole,
     )
     for title, heads, rows in _sections(plan):
         found = list(rows)
@@ -73,12 +76,12 @@ def _print(plan: Plan, console: Console, timeline: Timeline | None) -> None:
             console.print()
             console.print(_table(title, heads, found))
         if timeline is not None and heads[0] == _STAGE_HEADS[0]:
-            console.print(Text(f"\n{schedule_picture(timeline, console.width - _MARGIN)}", end=""), soft_wrap=True)
+            console.print(Text(f"\n{schedule_picture(timeline, console.width - _MARGIN)}", end=""), soft_wrap=whole)
     for warning in plan.warnings:
         place = f" ({warning.location})" if warning.location else ""
-        console.print(Text(f"\nwarning: {warning.text}{place} [{warning.code}]", style="yellow"), soft_wrap=True)
+        console.print(Text(f"\nwarning: {warning.text}{place} [{warning.code}]", style="yellow"), soft_wrap=whole)
     console.print()
-    console.print(Text(summary(plan), style="bold"), soft_wrap=True)
+    console.print(Text(summary(plan), style="bold"), soft_wrap=whole)
 
 
 def _table(title: str, heads: Row, rows: Iterable[Row]) -> Table:

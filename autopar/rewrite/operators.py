@@ -29,6 +29,13 @@ _CONTIGUOUS: dict[Any, int] = {
 """Which argument kernels need as it lay in the whole tensor, contiguous: views of the last dimension's elements
 together, and the scores whose gradient is allocated alike."""
 
+_FACTORED = frozenset({_ATEN._linalg_det.default, _ATEN._linalg_slogdet.default, _ATEN._linalg_solve_ex.default})
+"""Operators that keep a matrix's factors for backward: of a contiguous one those of its transpose, which the captured
+backward knows and no shape tells."""
+
+_PLACED = frozenset({_ATEN.as_strided.default, _ATEN.as_strided_scatter.default})
+"""Operators that count places in memory."""
+
 
 def emit(site: Site, node: fx.Node) -> Any:
     """Append an operator to the site's graph; return its node, or the tuple of nodes that are its outputs.
@@ -44,10 +51,23 @@ def emit(site: Site, node: fx.Node) -> Any:
     at = _CONTIGUOUS.get(node.target)
     if at is not None:
         args = (*args[:at], site.call(_ATEN.contiguous.default, args[at]), *args[at + 1 :])
+    if node.target in _FACTORED | _PLACED:
+        args = (_as_captured(site, args[0], node), *args[1:])
     if any(site.tags):
         return lowering_of(site.op.target)(replace(site, args=args, kwargs=kwargs))
     target = _ATEN.reshape.default if node.target in _RESHAPE else node.target
     return site.graph.create_node(node.op, target, args, kwargs, name=node.name)
+
+
+def _as_captured(site: Site, value: fx.Node, node: fx.Node) -> fx.Node:
+    """Return the first argument of an operator contiguous if it was so when captured: a gathered one may not be."""
+    seen: torch.Tensor = node.all_input_nodes[0].meta["val"]
+    if seen.is_contiguous():
+        return site.call(_ATEN.contiguous.default, value)
+    if node.target in _PLACED:
+        return value
+    across = site.call(_ATEN.contiguous.default, site.call(_ATEN.transpose.int, value, -2, -1))
+    return site.call(_ATEN.transpose.int, across, -2, -1)
 
 
 def _on_own_rows(site: Site, node: fx.Node) -> Any:

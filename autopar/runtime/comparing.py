@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FLOOR = 1e-4
+FLOOR = 1e-3
 """A gradient whose norm is below this share of the whole gradient's counts as having that norm: one that is zero but
-for rounding (of a key's bias) would differ from itself by its whole size."""
+for rounding (of a key's bias, of one before a softmax or a difference) would differ from itself by its whole size. By
+a limit of 1e-4 it may be 1e-7 of the whole gradient off, float32's rounding; a wrong one of 1e-6 is found."""
 
 
 def whole(value: Any) -> Any:
@@ -44,17 +45,26 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the norm of the difference of two tensors; equal infinite numbers, as in masks, count 0."""
+    a, b = doubled(a), doubled(b)
+    return float((a - b).masked_fill_((a == b) | (a.isnan() & b.isnan()), 0.0).norm())
+
+
 def joint_norm(values: Mapping[str, torch.Tensor]) -> float:
-    """Return the norm of all values together."""
-    return float(sum(float(doubled(each).norm()) ** 2 for each in values.values()) ** 0.5)
+    """Return the norm of all finite values together."""
+    return float(sum(float(_finite(doubled(each)).norm()) ** 2 for each in values.values()) ** 0.5)
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    return value[torch.isfinite(value)]
 
 
 def gradients_apart(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the relative difference of each gradient; small ones on the scale of all `wanted`, see `FLOOR`."""
     floor = FLOOR * joint_norm(wanted)
     return {
-        name: float((doubled(each) - doubled(wanted[name])).norm())
-        / max(float(doubled(wanted[name]).norm()), floor, 1e-30)
+        name: distance(each, wanted[name]) / max(float(_finite(doubled(wanted[name])).norm()), floor, 1e-30)
         for name, each in got.items()
     }
 

@@ -81,6 +81,14 @@ def not_saved(kind: str) -> UsageError:
     )
 
 
+def not_resized(kind: str, name: str) -> UsageError:
+    """Return the error for a method of a compiled model that would give it other parameters."""
+    return UsageError(
+        f"{name} of a compiled {kind} would change parameters that its program has; call it on the model before "
+        f"autopar.compile (values trained since are those of autopar.full_state_dict)"
+    )
+
+
 def world_size_differs(planned: int, running: int, mesh: str) -> StalePlanError:
     """Return the error for a plan made for another number of ranks."""
     return StalePlanError(

@@ -30,6 +30,7 @@ from autopar.runtime.errors import (
     mode_differs,
     module_replaced,
     not_compiled,
+    not_resized,
     not_saved,
 )
 from autopar.runtime.parameters import InitFn, check, place, slots
@@ -48,6 +49,8 @@ ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program 
 
 _ATTRIBUTE = "_autopar"
 _ELSEWHERE = "_autopar_elsewhere"
+_RESIZES = "resize_token_embeddings"
+"""Method of transformers' models that gives them other parameters."""
 
 
 class Runner:
@@ -444,9 +447,14 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
             raise not_saved(kind.__name__)
         return saves(self, *args, **kwargs)
 
+    def refuse_resize(self: nn.Module, *_: Any, **__: Any) -> NoReturn:
+        raise not_resized(kind.__name__, _RESIZES)
+
     own = {"forward": forward, "load_state_dict": load_state_dict, "__deepcopy__": deep_copy}
     if saves is not None:
         own["save_pretrained"] = save_pretrained
+    if hasattr(kind, _RESIZES):
+        own[_RESIZES] = refuse_resize
     told = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": refuse_pickle}
     return type(kind.__name__, (kind,), {**own, **told})
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from autopar._torch import dtensor_of, dtensor_spec, local_of
 from autopar.ir.placement import Replicate, Shard
-from autopar.runtime.dropped import Dropped
 from autopar.runtime.errors import group_lost
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.placing import dtensor_placements, own_part
 from autopar.runtime.program import Value
 from autopar.runtime.staged_program import PipelinedProgram
+from autopar.runtime.stand_ins import Dropped, Elsewhere
 from autopar.runtime.step import dense_strides
 from autopar.runtime.whole import whole
 
@@ -25,7 +25,8 @@ class Outputs:
     """Puts a program's outputs together, step after step.
 
     Scalars are on all ranks, and with `whole` all outputs. Else a larger output is a DTensor on the ranks of the stage
-    that makes it, others hold an empty part of it; with one pipeline rank it is plain where every rank holds the whole.
+    that makes it, with an `Elsewhere` in its place on others; with one pipeline rank it is plain where every rank holds
+    the whole.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class Outputs:
                 found.append(self._everywhere(value, local))
                 continue
             if local is None:
-                local = torch.empty(0, dtype=_dtype(value), device=self._pipeline.ranks.device)
+                found.append(self._elsewhere(value))
+                continue
             found.append(local if spec is None else dtensor_of(local, spec))
         return found
 
@@ -119,6 +121,11 @@ class Outputs:
         """Return the axes that split the rows of each micro-batch; none where ranks bring their own rows, in order."""
         axes = [i for i, each in enumerate(value.layout) if isinstance(each, Shard) and each.dim == 0]
         return [] if self._brought == axes else axes
+
+    def _elsewhere(self, value: Value) -> Elsewhere:
+        """Return what stands here for an output that the ranks of another pipeline rank have."""
+        shape = value.meta.shape if value.meta is not None else ()
+        return Elsewhere(value.name, shape, _dtype(value), tuple(self._pipeline.blocks[self._rank_of[value.name]]))
 
     def _everywhere(self, value: Value, local: torch.Tensor | None) -> torch.Tensor:
         """Return an output of one stage on all ranks, in memory that no program knows."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.runtime.dropped import OutputDroppedError
+from autopar.runtime.stand_ins import OutputDroppedError
 
 ROWS, CLASSES, MICRO = 1024, 4096, 64
 LOGITS_BYTES = ROWS * CLASSES * 4

@@ -73,13 +73,38 @@ class Layers(nn.Module):
 
 
 class Told(Layers):
-    """The same, with what the loss was made of in front of it."""
+    """The same under a mask of infinite numbers, with what the loss was made of in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((2, 1), -torch.inf).triu())
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last activations and the loss."""
         for layer in self.layers:
-            x = x + layer(x).relu()
+            x = x + layer(x).relu() * self.mask.softmax(0)[:1]
         return x, functional.mse_loss(x, y)
+
+
+class Pointing(nn.Module):
+    """Scores of places under a softmax: the gradient of their bias is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.score = nn.Linear(8, 32), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return functional.cross_entropy(self.score(torch.tanh(self.first(x))).squeeze(-1), y)
+
+
+def pointing_example() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Pointing(), (torch.randn(16, 24, 8), torch.randint(24, (16,)))
+
+
+def pointing(_rank: int, plan: Plan, folder: Path) -> list[Check]:
+    return verify_on_rank(plan, *pointing_example(), folder)
 
 
 def told(_rank: int, plan: Plan, folder: Path) -> list[Check]:
@@ -156,6 +181,14 @@ def test_what_a_model_gives_beside_its_loss_is_not_trained_on(pool: RankPool, tm
     plan = autopar.plan(model, "cpu:2", example_inputs=batch, fix=fix)
 
     assert {each.outcome for each in pool.values(told, plan, tmp_path)[0]} == {"ok"}
+
+
+@pytest.mark.parametrize("fix", [{"tp": 2}, {"dp_replicate": 2}], ids=str)
+def test_a_gradient_that_is_rounding_alone_is_not_called_wrong(pool: RankPool, tmp_path: Path, fix: dict[str, int]):
+    model, batch = pointing_example()
+    plan = autopar.plan(model, "cpu:2", example_inputs=batch, fix=fix)
+
+    assert {each.outcome for each in pool.values(pointing, plan, tmp_path)[0]} == {"ok"}
 
 
 def test_values_that_drift_apart_on_one_rank_are_found_by_two_checks(pool: RankPool, tmp_path: Path):

@@ -205,6 +205,17 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
     )
 
 
+def test_samples_in_a_list_are_to_be_stacked() -> None:
+    class Images(nn.Linear):
+        def forward(self, images: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(super().forward(torch.stack(images).mean((2, 3))), y)
+
+    batch = ([torch.randn(3, 8, 8) for _ in range(4)], torch.randint(2, (4,)))
+
+    with pytest.raises(InfeasibleError, match=r"the batch of 3 \(dimension 0 of 4 of 5 inputs\) .* have to be stacked"):
+        autopar.plan(Images(3, 2), "cpu:2", example_inputs=batch, fix={"dp_replicate": 2})
+
+
 def test_a_tensor_degree_that_divides_nothing_is_refused() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

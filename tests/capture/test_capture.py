@@ -421,23 +421,6 @@ def test_strides_that_say_nothing_leave_no_operator():
         torch.testing.assert_close(found.gradients[name], parameter.grad)
 
 
-def test_conjugates_are_values_and_no_marks_on_a_view():
-    class Conjugated(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            pairs = torch.view_as_complex(super().forward(x).unflatten(-1, (2, 2)))
-            return (pairs * pairs.conj().mT).imag.square().sum()
-
-    model, x = Conjugated(4, 4), torch.randn(2, 2, 4)
-
-    captured = capture(model, (x,))
-    found = run(captured, model, (x,))
-    model(x).backward()
-
-    assert not {op.target for op in captured.graph.ops} & {"aten._conj.default", "aten._neg_view.default"}
-    assert not any(node.meta["val"].is_conj() for node in captured.joint.graph.nodes if "val" in node.meta)
-    torch.testing.assert_close(found.gradients["weight"], model.weight.grad)
-
-
 def test_zeros_that_torch_leaves_unwritten_are_written():
     graph = fx.Graph()
     zeros = graph.call_function(torch.ops.aten._efficientzerotensor.default, ([2, 3],), {"dtype": torch.float64})

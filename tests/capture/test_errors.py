@@ -38,6 +38,12 @@ class Selects(Base):
         return self.linear(x)[x > 0].sum()  # here
 
 
+class Routes(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (rows,) = torch.where(x.argmax(-1) == 1)  # here
+        return torch.zeros_like(x).index_add(0, rows, self.linear(x[rows])).sum()
+
+
 class Breaks(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()  # here
@@ -68,7 +74,11 @@ class Caches(Base):
 CASES: list[tuple[type[nn.Module], tuple[str, ...]]] = [
     (Branches, ("its control flow depends on tensor values", "choose with torch.where")),
     (Items, ("a shape or Python number depends on tensor values", "no .item()")),
-    (Selects, ("a shape or Python number depends on tensor values", "a mask instead of")),
+    (Selects, ("how many rows a mask selects depends on tensor values", "let the mask weigh them")),
+    (
+        Routes,
+        ("how many rows a mask selects depends on tensor values", "(weight * (index == e)).sum(-1, keepdim=True)"),
+    ),
     (Breaks, ("it calls something that leaves the graph", "move that call out of forward")),
     (Mismatches, ("its forward raises on inputs of these shapes", "[4, 4] X [2, 4]")),
     (Raises, ("its forward raises", "no such batch", "run the model once on these example inputs")),

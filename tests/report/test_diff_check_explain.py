@@ -74,6 +74,17 @@ def test_regressions_are_found_with_their_figures(small_plan: Plan, slower_plan:
     }
 
 
+def test_a_baseline_of_other_work_is_told(small_plan: Plan):
+    workload = small_plan.workload
+    other = replace(small_plan, workload=replace(workload, global_batch=3 * workload.global_batch, tokens_per_step=96))
+
+    assert _texts(other, baseline=small_plan) == {
+        "other-workload": f"the baseline is for other work (global batch {workload.global_batch} -> "
+        f"{3 * workload.global_batch}, tokens of a step {workload.tokens_per_step or 'unknown'} -> 96), whose figures "
+        "say nothing of this plan's; make a baseline for this work"
+    }
+
+
 def test_a_policy_tolerates_what_it_allows(small_plan: Plan, slower_plan: Plan):
     policy = Policy(tolerance={"step_time": 0.25, "peak_memory": 0.5, "communication": 1.0})
 
@@ -161,8 +172,8 @@ def test_junit_has_a_case_a_checked_rule(small_plan: Plan, slower_plan: Plan):
     found = check(slower_plan, "a<b.json", baseline=small_plan)
     suite = ET.fromstring(verdicts.as_junit(found))  # noqa: S314 - our own text
 
-    assert (suite.get("tests"), suite.get("failures")) == ("4", "3")
-    assert [case.get("name") for case in suite if case.find("failure") is None] == ["over-budget"]
+    assert (suite.get("tests"), suite.get("failures")) == ("5", "3")
+    assert [case.get("name") for case in suite if case.find("failure") is None] == ["over-budget", "other-workload"]
     assert {case.get("classname") for case in suite} == {"a<b.json"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -65,6 +66,20 @@ def test_colour_is_for_terminals_without_no_color(
 
     assert ("\x1b[36m" in terminal.getvalue() or "\x1b[1;36m" in terminal.getvalue()) == coloured
     assert "\x1b" not in pipe.getvalue()
+
+
+def test_a_narrow_terminal_gets_no_line_wider_than_it_is(small_plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    long = Warned(code="long", text="some words " * 12, location=None)
+    plan = replace(small_plan, warnings=(long,))
+    terminal = Terminal()
+
+    print_table(plan, terminal)
+
+    assert max(map(len, re.sub("\x1b\\[[0-9;]*m", "", terminal.getvalue()).splitlines())) <= 40
+    assert max(map(len, table_text(plan).splitlines())) > 100
 
 
 def test_equal_layers_are_one_row(small_plan: Plan):

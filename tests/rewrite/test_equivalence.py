@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
 from autopar.ir.plan import Gather
 from autopar.rewrite import rewrite
 from autopar.strategies.axis import axis_strategies
@@ -94,6 +95,32 @@ def test_split_classes_that_lie_as_they_were_permuted_have_a_gradient():
     }
 
     ranked = run_ranks(whole, decide(graph, mesh_of(tp=2), operators=chosen))
+
+    require_equal(ranked, whole.run())
+
+
+class Volumes(nn.Module):
+    """Determinants and a solution of a matrix as it is, columns side by side, of its transpose and of a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter((torch.eye(8) + 0.3 * torch.randn(8, 8)).mT)  # as torch.linalg.qr gives them, too
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        found = 0.1 * torch.linalg.solve(self.matrix, x).square().mean()
+        for matrix in (self.matrix, self.matrix.mT, self.matrix[:, :4][:4]):
+            found = found + torch.slogdet(matrix)[1] + torch.linalg.det(matrix)
+        return found
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_factors_kept_for_backward_are_those_that_it_was_captured_for(dim: int):
+    torch.manual_seed(1)
+    whole = Whole.of(Volumes(), (torch.randn(8, 3),))
+    at_rest = {"matrix": (Shard(dim),)}
+
+    ranked = run_ranks(whole, decide(whole.captured.graph, mesh_of(tp=2), at_rest=at_rest, gather="per_phase"))
 
     require_equal(ranked, whole.run())
 

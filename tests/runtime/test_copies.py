@@ -46,6 +46,9 @@ class Saves(Layers):
         """Return what would be saved."""
         return list(self.state_dict() if state_dict is None else state_dict)
 
+    def resize_token_embeddings(self, count: int) -> None:
+        """Take another number of tokens."""
+
 
 def _batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
@@ -219,3 +222,10 @@ def test_on_one_rank_a_models_own_way_of_saving_is_its_own():
     mine: Any = _compiled(Saves(), {})
 
     assert mine.save_pretrained("folder") == list(Layers().state_dict())
+
+
+def test_a_compiled_model_takes_no_other_number_of_tokens():
+    mine: Any = _compiled(Saves(), {})
+
+    with pytest.raises(UsageError, match=r"resize_token_embeddings of a compiled Saves .* before autopar\.compile"):
+        mine.resize_token_embeddings(8)

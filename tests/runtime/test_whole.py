@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import autopar
-from autopar.errors import InputMismatchError, UsageError
+from autopar.errors import AutoparError, InputMismatchError, UsageError
+from autopar.runtime.stand_ins import Elsewhere
 from tests.support.ranks import RankPool
 
 SPLITS = [{"dp_shard": 2}, {"tp": 2}]
@@ -207,3 +209,49 @@ def test_an_input_with_a_gradient_in_the_example_gets_it_and_needs_none_later():
 def test_an_unknown_form_of_outputs_is_refused():
     with pytest.raises(UsageError, match=r"outputs='hole' is unknown \(did you mean 'whole'\?\)"):
         autopar.compile(Classifier(), "cpu:1", outputs="hole")
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "operator": lambda x: x.softmax(-1),
+    "function": lambda x: torch.argmax(x, -1),
+    "list": lambda x: torch.stack([x, x]),
+    "number": lambda x: x.mean().item(),
+    "arithmetic": lambda x: 2.0 * x,
+    "element": lambda x: x[0],
+    "truth": bool,
+    "whole": lambda x: x.full_tensor(),
+}
+
+
+def read_elsewhere(rank: int, grad: bool) -> tuple[dict[str, str], tuple[int, ...], torch.dtype]:
+    """Return what each use of the logits says here, their shape and their type."""
+    _, mine = _pair(_batch(), fix=STAGES)
+    with torch.set_grad_enabled(grad):
+        logits = mine(*_batch())[1].detach()
+    told = {}
+    for name, use in USES.items():
+        with suppress(RuntimeError):  # `bool` of many numbers, where they are
+            try:
+                use(logits)
+            except AutoparError as error:
+                told[name] = str(error)
+    return told, tuple(logits.shape), logits.dtype
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_output_of_another_stage_says_where_it_is_and_how_to_have_it_here(pool: RankPool, grad: bool):
+    (first, *form), (last, *same) = pool.values(read_elsewhere, grad)
+
+    assert (first.keys(), last) == (USES.keys(), {})
+    for text in first.values():
+        assert "pipeline stage that this rank does not have; it is on rank 1" in text
+        assert "outputs='whole'" in text
+    assert form == same == [(8, 6), torch.float32]
+
+
+def test_what_stands_for_an_output_is_no_sequence_to_code_that_asks():
+    output = Elsewhere("logits", (8, 6), torch.float32, (2, 3))
+
+    with pytest.raises(TypeError, match="it is on ranks 2, 3"):
+        iter(output)
+    assert repr(output) == "<logits: [8, 6] on ranks 2, 3>"

@@ -1,0 +1,91 @@
+"""What an editor, a type checker and `help(autopar)` see of the public names."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import autopar
+from autopar.options import OptionKeywords, PlanOptions
+
+ROOT = Path(__file__).parent.parent
+
+SCRIPT = """
+import autopar
+from torch import Tensor, nn
+
+def train(model: nn.Module, x: Tensor) -> nn.Module:
+    plan = autopar.plan(model, "cpu:2", example_inputs=(x,), fix={"tp": 2}, time_limit="20s")
+    compiled = autopar.compile(model, "cpu:2", example_inputs=(x,), plan=plan, outputs="whole", precision="bf16")
+    part, parts = autopar.input_part(compiled)
+    norm: Tensor = autopar.clip_grad_norm_(compiled, part + parts)
+    state: dict[str, object] = autopar.full_state_dict(compiled)
+    return compiled if state else nn.Identity()
+"""
+
+WRONG = {
+    'autopar.compile(nn.Identity(), "cpu:2", example_input=(1,))': 'Unexpected keyword argument "example_input"',
+    'autopar.compile(nn.Identity(), "cpu:2", outputs="all")': "Literal['parts', 'whole']",
+    'autopar.plan(nn.Identity(), "cpu:2", example_inputs=(), fix=8)': 'Argument "fix" to "plan"',
+    "autopar.compil": 'Module has no attribute "compil"',
+}
+
+
+def _mypy(script: str, folder: Path) -> str:
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "script.py"]
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    command += [f"--cache-dir={ROOT / '.mypy_cache' / 'scripts'}"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_a_type_checker_knows_the_public_names(tmp_path: Path):
+    assert _mypy(SCRIPT, tmp_path).startswith("Success")
+
+
+def test_a_type_checker_tells_what_is_wrong_with_a_call(tmp_path: Path):
+    told = _mypy("import autopar\nfrom torch import nn\n" + "\n".join(WRONG), tmp_path).splitlines()
+
+    for line, text in enumerate(WRONG.values(), start=3):
+        assert any(each.startswith(f"script.py:{line}:") and text in each for each in told), (text, told)
+
+
+def test_compile_has_its_own_signature():
+    parameters = inspect.signature(autopar.compile).parameters
+
+    assert list(parameters)[:2] == ["model", "cluster"]
+    assert {"example_inputs", "plan", "init_fn", "inputs", "outputs", "backend", "device"} <= parameters.keys()
+    assert autopar.compile.__name__ == "compile"
+
+
+def _of_functions() -> list[str]:
+    return [name for name in autopar.__all__ if inspect.isfunction(getattr(autopar, name))]
+
+
+@pytest.mark.parametrize("name", _of_functions())
+def test_public_functions_are_documented_and_typed_throughout(name: str):
+    function = getattr(autopar, name)
+
+    assert "Raises:" in inspect.getdoc(function)
+    assert get_type_hints(function).keys() == {*inspect.signature(function).parameters, "return"}
+
+
+def test_help_shows_every_public_name():
+    shown = pydoc.plain(pydoc.render_doc(autopar))
+
+    for name in _of_functions():
+        assert f"    {name}(" in shown
+
+
+def test_keywords_of_plan_are_the_options():
+    assert [*OptionKeywords.__annotations__] == [each.name for each in dataclasses.fields(PlanOptions)]
