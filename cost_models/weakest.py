@@ -120,7 +120,7 @@ def distinct(devices: Iterable[DeviceSpec]) -> list[DeviceSpec]:
 
 def same_figures(one: DeviceSpec, other: DeviceSpec) -> bool:
     """Return whether two devices are equal but for their names."""
-    return replace(one, name="", catalog="") == replace(other, name="", catalog="")
+    return one is other or replace(one, name="", catalog="") == replace(other, name="", catalog="")
 
 
 def same_node(one: NodeSpec, other: NodeSpec) -> bool:

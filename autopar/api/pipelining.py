@@ -12,6 +12,7 @@ from autopar.api.crossings import Crossings
 from autopar.api.places import Places
 from autopar.costs.held import output_bytes
 from autopar.costs.outcome import Outcome
+from autopar.errors import InfeasibleError, UsageError
 from autopar.ir import stages as blocks
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline import PipelineCosts
@@ -192,8 +193,7 @@ def pipelined(
         InfeasibleError: more stages than blocks.
         UsageError: a schedule cannot be made for these numbers.
     """
-    found = blocks.units(outcome.graph)
-    priced = _Placed(outcome, places, [unit.path for unit in found])
+    priced = _Placed(outcome, places, [unit.path for unit in blocks.units(outcome.graph)])
     tried: list[Pipelined] = []
     without: list[NoCut] = []
     if known is not None:
@@ -202,21 +202,27 @@ def pipelined(
         again = priced.judged(kept, known.wanted, known.schedule)
         tried += [again] if again.fits else []
     for wanted in ways:
-        schedule = wanted.schedule_for(outcome.microbatches)
-        if len(found) < schedule.stages:
-            raise blocks.too_many_stages(schedule.stages, found, wanted.interleave)
-        if wanted.even:
-            even = Placed(places.given, Cut(even_cut(len(found), schedule.stages), 0.0, ()))
-            tried.append(priced.judged(even, wanted, schedule))
-            continue
-        cuts = priced.cuts(schedule)
+        cuts = priced.run(wanted)
         if isinstance(cuts, NoCut):
             without.append(cuts)
         else:
-            tried += [priced.judged(cut, wanted, schedule) for cut in cuts]
+            tried += cuts
     if not tried:
         return min(without, key=lambda each: each.least_bytes)
     return min(tried, key=lambda each: each.step_s)
+
+
+def rerun(outcome: Outcome, ways: Sequence[Wanted], places: Places) -> Pipelined | None:
+    """Return the fastest simulated cut of a solved program in those of `ways` that can be scheduled and fit, if any."""
+    priced = _Placed(outcome, places, [unit.path for unit in blocks.units(outcome.graph)])
+    tried: list[Pipelined] = []
+    for wanted in ways:
+        try:
+            cuts = priced.run(wanted)
+        except (UsageError, InfeasibleError):
+            continue
+        tried += [] if isinstance(cuts, NoCut) else cuts
+    return min(tried, key=lambda each: each.step_s, default=None)
 
 
 def priced_as(
@@ -255,6 +261,22 @@ class _Placed:
                 unit = of[each.ref.op]
                 self._outputs[unit] = self._outputs.get(unit, 0) + sizes[each.name]
         self._reserved = [each + batch_bytes for each in self.places.reserved]
+
+    def run(self, wanted: Wanted) -> list[Pipelined] | NoCut:
+        """Return the best cuts for a way to run them, simulated.
+
+        Raises:
+            InfeasibleError: more stages than blocks.
+            UsageError: the schedule cannot be made for these numbers.
+        """
+        schedule = wanted.schedule_for(self.outcome.microbatches)
+        if len(self.paths) < schedule.stages:
+            raise blocks.too_many_stages(schedule.stages, blocks.units(self.outcome.graph), wanted.interleave)
+        if wanted.even:
+            even = Placed(self.places.given, Cut(even_cut(len(self.paths), schedule.stages), 0.0, ()))
+            return [self.judged(even, wanted, schedule)]
+        cuts = self.cuts(schedule)
+        return cuts if isinstance(cuts, NoCut) else [self.judged(cut, wanted, schedule) for cut in cuts]
 
     def cuts(self, schedule: PipelineSchedule) -> list[Placed] | NoCut:
         """Return the best cuts for the closed form, and the order of blocks of ranks that each is for."""

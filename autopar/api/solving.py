@@ -9,7 +9,7 @@ from math import inf
 from typing import Literal
 
 from autopar.api.microbatching import require_splittable
-from autopar.api.pipelining import Pipelined, Wanted, pipelined
+from autopar.api.pipelining import Pipelined, Wanted, pipelined, rerun
 from autopar.api.places import Places
 from autopar.api.wishes import Wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
@@ -19,7 +19,7 @@ from autopar.costs.outcome import Outcome
 from autopar.costs.rough import Rough
 from autopar.costs.stage_memory import Split, even_split
 from autopar.costs.table import Builder, Pricing
-from autopar.errors import InfeasibleError, UnknownOperatorError, UsageError
+from autopar.errors import InfeasibleError, UnknownOperatorError
 from autopar.figures import format_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.ir.strategy import MeshStrategy
@@ -82,6 +82,7 @@ class Solving:
 
     _graphs: dict[tuple[Recompute, bool], Graph] = field(init=False, default_factory=dict)
     _axes: AxisChoices = field(init=False, default_factory=dict)
+    _links: dict[tuple[tuple[int, ...], int], Links] = field(init=False, default_factory=dict)
     _rough: dict[Recompute, Rough] = field(init=False, default_factory=dict)
     _places: dict[int, Places] = field(init=False, default_factory=dict)
     _splits: dict[tuple[Recompute, Wanted, int], Split] = field(init=False, default_factory=dict)
@@ -192,13 +193,11 @@ class Solving:
         return wishes.apply(graph, trial.mesh, choices.of)
 
     def links(self, trial: Trial) -> Links:
-        """Return the prices of moving data on a trial's mesh."""
-        return Links(
-            self.equal,
-            tuple(axis.size for axis in trial.mesh),
-            int(trial.microbatches > 1),
-            two_level=self.options.two_level,
-        )
+        """Return the prices of moving data on a trial's mesh; those of trials alike in it are found once."""
+        key = tuple(axis.size for axis in trial.mesh), int(trial.microbatches > 1)
+        if key not in self._links:
+            self._links[key] = Links(self.equal, *key, two_level=self.options.two_level)
+        return self._links[key]
 
     def uneven(self, trial: Trial) -> str | None:
         """Return why stages and their mesh cannot be laid on the cluster's levels (three ranks of eight, say)."""
@@ -320,17 +319,7 @@ class Solving:
 
     def recut(self, one: Solved, ways: Sequence[Wanted]) -> Pipelined | None:
         """Return a solved trial run in the fastest of other ways, or that none of them fits or divides."""
-        if one.outcome is None:
-            return None
-        best: Pipelined | None = None
-        for wanted in ways:
-            try:
-                found = pipelined(one.outcome, [wanted], self.places(one.trial.depth))
-            except (UsageError, InfeasibleError):
-                continue
-            if not isinstance(found, NoCut) and (best is None or found.step_s < best.step_s):
-                best = found
-        return best
+        return None if one.outcome is None else rerun(one.outcome, ways, self.places(one.trial.depth))
 
     def rough(self, recompute: Recompute, wishes: Wishes) -> Rough:
         """Return the sizes of the program, for estimates."""

@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, cast, get_args
 
 from autopar.errors import ScheduleError, UsageError
@@ -64,7 +65,7 @@ class Action(NamedTuple):
         return Action(int(stage), cast(Kind, kind), int(microbatch))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PipelineSchedule:
     """What every rank of a pipeline does, in order; when it does it, times decide."""
 
@@ -97,12 +98,12 @@ class PipelineSchedule:
         """Return the number of stages over all ranks."""
         return len(self.rank_of)
 
-    @property
+    @cached_property
     def has_transfers(self) -> bool:
         """Return whether sends and receives are written out."""
         return any(action.kind not in COMPUTE for actions in self.actions for action in actions)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Return whether weight gradients come later than input gradients."""
         return any(action.kind == "W" for actions in self.actions for action in actions)
