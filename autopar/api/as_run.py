@@ -19,7 +19,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Estimates
 from autopar.ir.stages import units
 from autopar.search.cuts import NoCut
-from autopar.search.ilp import Ilp, Limits, Solution, solve_program
+from autopar.search.fitting import solve_program
+from autopar.search.ilp import Ilp, Limits, Solution
 from autopar.search.trials import Recompute, Trial
 from cost_models.cluster import ClusterSpec
 from cost_models.memory import with_master, with_shards

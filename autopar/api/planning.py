@@ -26,7 +26,8 @@ from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, W
 from autopar.ir.stages import too_many_stages, units
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
-from autopar.search.ilp import Limits, Solution, smallest_peak
+from autopar.search.fitting import smallest_peak
+from autopar.search.ilp import Limits, Solution
 from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, candidates
 from autopar.search.trials import Trial, Uniform, depths, in_time, ways_of
 from autopar.strategies.experts import experts

@@ -25,7 +25,8 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.strategy import MeshStrategy
 from autopar.options import PlanOptions
 from autopar.search.cuts import NoCut
-from autopar.search.ilp import Ilp, Limits, Solution, solve_program
+from autopar.search.fitting import solve_program
+from autopar.search.ilp import Ilp, Limits, Solution
 from autopar.search.meshes import MeshAxis
 from autopar.search.stages import most_in_flight
 from autopar.search.trials import Recompute, Trial, ways_of

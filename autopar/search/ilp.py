@@ -18,7 +18,6 @@ points of the program only; points are added until none is violated.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -31,14 +30,11 @@ from autopar.ir.table import CostTable, Floats, Group, MemoryRow
 _MEMORY_ROUNDS = 4
 """Relaxations solved at most to find the peaks that matter."""
 
-_NEAR_ROUNDS = 8
-"""Assignments near the relaxation at most, each with one more memory row."""
-
 _UNUSED = 1e-9
 """What the relaxation takes of an option at most that it does not use."""
 
-_CLOSE = 0.1
-"""Share of the gap that a search may leave within which an assignment near the relaxation is as good as any."""
+_TIED = 1e-9
+"""Share of the relaxation's objective that an option adds at most which it could as well have taken."""
 
 Status = Literal["optimal", "gap", "time_limit", "infeasible", "cutoff", "interrupted"]
 
@@ -266,11 +262,15 @@ class Ilp:
         solver.setOptionValue("solve_relaxation", True)
         return solver
 
-    def near(self, relaxation: Any, limits: Limits) -> tuple[Solution, Any] | None:
+    def near(
+        self, relaxation: Any, limits: Limits, *, ties: bool = False, start: Any = None
+    ) -> tuple[Solution, Any] | None:
         """Return the fastest assignment of options that relaxations took a part of, and its values of all columns.
 
         `None` if there is none, or time was too short. That takes hundredths of what the program does, and is often as
-        good (Berthold, "RENS", 2014). A solution without options: no assignment beats the cutoff.
+        good (Berthold, "RENS", 2014). With `ties`, options that would have cost the relaxation nothing may be taken,
+        too: a few times as long, and more often as good. A solution without options: no assignment beats the cutoff.
+        `start`: the values of an assignment of such options, if one is known.
         """
         relaxation.run()
         status = relaxation.getModelStatus()
@@ -281,10 +281,16 @@ class Ilp:
             return Solution("cutoff" if cut else "infeasible", (), np.inf, limits.cutoff_s if cut else 0.0), None
         if not solved:
             return None
-        values = np.array(relaxation.getSolution().col_value)
+        relaxed = relaxation.getSolution()
+        values = np.array(relaxed.col_value)
         self._used = values if self._used is None else np.maximum(self._used, values)
-        unused = np.flatnonzero(np.array(self._model.integer) & (self._used < _UNUSED)).astype(np.int32)
+        out = np.array(self._model.integer) & (self._used < _UNUSED)
+        if ties:
+            out &= np.array(relaxed.col_dual) > _TIED * abs(bound)
+        unused = np.flatnonzero(out).astype(np.int32)
         solver = self._solver(limits)
+        if start is not None:
+            solver.setSolution(start)
         solver.changeColsBounds(len(unused), unused, np.zeros(len(unused)), np.zeros(len(unused)))
         found = self._read(solver, limits, interrupted=_interruptible(solver))
         if not found.options:
@@ -416,82 +422,6 @@ def _options_by_layout(layout: np.ndarray) -> dict[int, list[int]]:
     for option, number in enumerate(layout.tolist()):
         by_layout.setdefault(number, []).append(option)
     return by_layout
-
-
-def smallest_peak(table: CostTable, limits: Limits) -> Solution:
-    """Return the assignment that needs the least memory at its peak; `objective_s` is then meaningless.
-
-    For telling a user how far an infeasible problem is from fitting.
-    """
-    program = Ilp(table)
-    peak = program.minimise_peak()
-    seen: set[int] = set()
-    while True:
-        found = program.solve(limits)
-        if not found.options:
-            return found
-        curve = memory_curve(table, found.options, program.copies(found.options))
-        at = int(np.argmax(curve))
-        if at in seen:
-            return Solution(found.status, found.options, found.objective_s, found.bound_s, float(curve[at]))
-        seen.add(at)
-        program.add_memory_row(table.memory_row(at), limits.memory_bytes, peak)
-
-
-def solve(table: CostTable, limits: Limits) -> Solution:
-    """Return the fastest assignment that fits in memory at every moment, its bound, and how the solve ended."""
-    return solve_program(Ilp(table), limits)
-
-
-def solve_program(program: Ilp, limits: Limits) -> Solution:
-    """Return what `solve` returns, for a program already built.
-
-    Assignments near the relaxation come first: they show at which moments memory matters, and one that is as good as
-    the relaxation ends the search. Else the whole program is solved, from the last of them that fits.
-    """
-    started = time.monotonic()
-    table, start = program.table, None
-
-    def left() -> Limits:
-        return replace(limits, seconds=limits.seconds - (time.monotonic() - started))
-
-    def peak_of(found: Solution) -> tuple[int, float]:
-        curve = memory_curve(table, found.options, program.copies(found.options))
-        peak = int(np.argmax(curve))
-        return peak, float(curve[peak])
-
-    relaxation = program.relaxation(limits)
-    for _ in range(_NEAR_ROUNDS):
-        near = program.near(relaxation, left())
-        if near is None:
-            break
-        found, values = near
-        if not found.options:
-            return found
-        peak, held = peak_of(found)
-        if held <= limits.memory_bytes:
-            open_s = found.objective_s - found.bound_s
-            if found.status != "gap" or open_s <= _CLOSE * limits.gap * found.objective_s:
-                return replace(found, peak_bytes=held)
-            start = values
-            break
-        if found.status == "interrupted":
-            return Solution("interrupted", (), np.inf, found.bound_s)
-        if program.has_memory_row(peak):
-            break
-        program.bound_memory(relaxation, table.memory_row(peak), limits.memory_bytes)
-    while True:
-        found, start = program.solve(left(), start), None
-        if not found.options:
-            return found
-        peak, held = peak_of(found)
-        if held <= limits.memory_bytes:
-            return replace(found, peak_bytes=held)
-        if found.status == "interrupted":
-            return Solution("interrupted", (), np.inf, found.bound_s)
-        if program.has_memory_row(peak):
-            raise RuntimeError(f"memory row at position {peak} was added and is still violated")
-        program.add_memory_row(table.memory_row(peak), limits.memory_bytes)
 
 
 def memory_curve(table: CostTable, options: Sequence[int], copies: Sequence[set[tuple[int, int]]]) -> Floats:

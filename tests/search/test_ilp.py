@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from autopar.costs.timing import pairs, timing
 from autopar.ir.table import CostTable, Demand, Floats, Group, MemoryRow, Node
-from autopar.search.ilp import Ilp, Limits, smallest_peak, solve
+from autopar.search.fitting import smallest_peak, solve
+from autopar.search.ilp import Ilp, Limits, Solution
 
 FORWARD, SEGMENTS, POSITIONS = 2, 4, 3
 
@@ -123,6 +124,41 @@ def test_an_assignment_that_is_as_good_as_the_relaxation_needs_no_integer_progra
 
     assert found.status == "optimal"
     assert found.objective_s == pytest.approx(exhaustive(table, 1e9))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Limits]:
+    """Return a list that grows by the limits of each whole integer program that is solved from here on."""
+    solved: list[Limits] = []
+    whole = Ilp.solve
+
+    def solve_whole(program: Ilp, limits: Limits, *more: object) -> Solution:
+        solved.append(limits)
+        return whole(program, limits, *more)
+
+    monkeypatch.setattr(Ilp, "solve", solve_whole)
+    return solved
+
+
+@pytest.mark.parametrize(
+    ("seed", "gap", "wholes"),
+    [
+        pytest.param(2, 0.0, 1, id="not as good as the relaxation"),
+        pytest.param(2, 0.02, 0, id="within the gap of the relaxation"),
+        pytest.param(385, 0.02, 1, id="what the whole program finds does not fit"),
+    ],
+)
+def test_whole_programs_are_solved_only_for_what_is_not_near_their_relaxation(
+    monkeypatch: pytest.MonkeyPatch, seed: int, gap: float, wholes: int
+) -> None:
+    table, budget = make_table(np.random.default_rng(seed), 8, 8), 7.0
+    solved = counted(monkeypatch)
+
+    found = solve(table, Limits(memory_bytes=budget, gap=gap))
+
+    assert len(solved) == wholes
+    assert found.peak_bytes <= budget
+    assert found.bound_s <= exhaustive(table, budget) * (1 + 1e-6) <= found.objective_s * (1 + 2e-6)
+    assert found.objective_s - found.bound_s <= gap * found.objective_s + 1e-6
 
 
 @settings(max_examples=120, deadline=None)
