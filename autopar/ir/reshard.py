@@ -114,10 +114,11 @@ def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, 
     for axis, (have, want) in enumerate(zip(now, after, strict=True)):
         if have == want:
             continue
-        uneven = any(padding(shape, each, axis, sizes) for each in (now, (*now[:axis], want, *now[axis + 1 :])))
+        reached = (*now[:axis], want, *now[axis + 1 :])
+        uneven = isinstance(have, Shard) and any(padding(shape, each, axis, sizes) for each in (now, reached))
         kind = _kind_through_replicate(have, want, sizes[axis], uneven=uneven)
-        target: Placement = want if kind == _kind_or_none(have, want) else Replicate()
-        reached = (*now[:axis], target, *now[axis + 1 :])
+        if kind == "all_gather":
+            reached = (*now[:axis], Replicate(), *now[axis + 1 :])
         if is_valid(shape, reached, sizes, padded=True):
             found.append((_ORDER.index(kind), axis, Step(kind, axis, now, reached)))
     if found:
@@ -126,13 +127,6 @@ def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, 
         if have != want and isinstance(have, Shard):
             return Step("all_gather", axis, now, (*now[:axis], Replicate(), *now[axis + 1 :]))
     raise NoRouteError(f"no steps lead from {now} to {after} for shape {shape}")
-
-
-def _kind_or_none(have: Placement, want: Placement) -> StepKind | None:
-    try:
-        return _kind(have, want)
-    except NoRouteError:
-        return None
 
 
 def _kind_through_replicate(have: Placement, want: Placement, size: int, *, uneven: bool) -> StepKind:
