@@ -77,8 +77,11 @@ def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, 
     """Return whether an operator reads what is spread over several micro-batches."""
     ref = op.refs[slot]
     have, need = source.outputs[ref.index], mine.inputs[slot]
-    if graph.by_name[ref.op].kind == "input" and isinstance(need, Shard) and need.dim == 0:
-        return False  # each micro-batch brings its part
+    if graph.by_name[ref.op].kind == "input":
+        if isinstance(need, Shard) and need.dim == 0:
+            return False  # each micro-batch brings its part
+        if graph.meta(ref).shape[:1] == (graph.batch_size,):
+            return True  # and of what has a row for each sample, no more
     if have == need or isinstance(have, Replicate):
         return False  # a part of what is the same for all; whether it is that, the rewriter checks
     return not (isinstance(have, Partial) and isinstance(need, Replicate) and ref.op in counted)

@@ -81,6 +81,23 @@ def test_batch_statistics_cannot_be_cut():
         autopar.plan(model, "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
 
 
+class Advantages(nn.Module):
+    """Weighs each sample by an input that is standardised over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        return (self.out(x).squeeze(-1) * advantages / advantages.std()).mean()
+
+
+def test_statistics_of_an_input_over_the_batch_cannot_be_cut():
+    inputs = (torch.randn(8, 8), torch.randn(8))
+    with pytest.raises(InfeasibleError, match=r"aten\.std.* needs all samples of a step at once"):
+        autopar.plan(Advantages(), "cpu:1", example_inputs=inputs, fix={"microbatch": 2})
+
+
 @torch.library.custom_op("autopar_tests::halved", mutates_args=())
 def halved(x: torch.Tensor) -> torch.Tensor:
     """Return half of each value."""
