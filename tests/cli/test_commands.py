@@ -240,7 +240,7 @@ def test_check_exits_with_1_on_findings(saved: Path, capsys: Out, monkeypatch: p
     monkeypatch.setattr("autopar.cli.check._installed_torch", lambda: "2.13.0+cpu")
 
     assert main(["check", "plan.json", "--baseline", "plan.json"]) == 0
-    assert "5 checks passed (over-budget, stale, step-time-regression" in capsys.readouterr().out
+    assert "6 checks passed (over-budget, stale, other-workload, step-time-regression" in capsys.readouterr().out
     assert main(["check", "slower.json", "--baseline", "plan.json", "--format", "json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
