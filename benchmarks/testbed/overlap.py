@@ -214,7 +214,12 @@ def _planned(asked: dict[str, Any], plan: str, issues: Issues, idle: str = "") -
 
     model, batch = SCENARIOS[asked["scenario"]].build()
     compiled = autopar.compile(
-        model, asked["cluster"], example_inputs=batch, plan=autopar.Plan.load(plan), optimizer="adamw"
+        model,
+        asked["cluster"],
+        example_inputs=batch,
+        plan=autopar.Plan.load(plan),
+        optimizer="adamw",
+        backend=functools.partial(compile_graph, ranges=issues),
     )
     runner = runner_of(compiled)
     if runner is None:
@@ -222,7 +227,6 @@ def _planned(asked: dict[str, Any], plan: str, issues: Issues, idle: str = "") -
     if idle:
         for stream in runner.groups.names:
             runner.groups.names[stream] = idle
-    runner._backend = {"backend": functools.partial(compile_graph, ranges=issues)}
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
 
     def step() -> None:
