@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
 import torch
@@ -20,11 +21,12 @@ class OutputElsewhereError(AutoparError, TypeError):
     """
 
 
-class StandIn:
+class StandIn(ABC):
     """Raises when something is done with it, and says which output it is and how to get it."""
 
+    @abstractmethod
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError
+        """Raise what says which output it is and how to get it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
