@@ -59,6 +59,15 @@ class Price:
     """Of two levels: in how many pieces, so that what is inside runs beside what is across."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What one step of a way takes, and how what it makes lies in memory."""
+
+    seconds: float
+    hidable_s: float
+    order: Order
+
+
 @dataclass
 class Links:
     """Prices of moving data on a mesh laid row-major on a cluster; remembers what it has priced."""
@@ -116,6 +125,9 @@ class Links:
     _local: dict[int, float] = field(init=False, default_factory=dict)
     _ways: dict[tuple[object, ...], Way] = field(init=False, default_factory=dict)
     _routes: dict[tuple[object, ...], Routes] = field(init=False, default_factory=dict)
+    _steps: dict[tuple[object, ...], _Taken] = field(init=False, default_factory=dict)
+    """Ways to many layouts have most of their steps in common."""
+
     _overlap: tuple[float, ...] = field(init=False)
     _blocking_s: tuple[float, ...] = field(init=False)
     """Of each axis, the seconds of a call that its issuer spends itself; a GPU's host runs ahead of the device."""
@@ -286,11 +298,19 @@ class Links:
             return nowhere
         taken = hidable_s = 0.0
         for step in steps:
-            taken += self.step_s(step, meta, flat=flat, order=order)
-            if step.communicates:
-                hidable_s += self.hidable_s(self._message(step, meta, flat=flat, order=order))
-            order = order_behind(step, self.sizes, order)
+            key = (step, meta, flat, order)
+            if (price := self._steps.get(key)) is None:
+                price = self._steps[key] = self._taken(step, meta, flat, order)
+            taken += price.seconds
+            hidable_s += price.hidable_s
+            order = price.order
         return Way(steps, taken, hidable_s)
+
+    def _taken(self, step: Step, meta: TensorMeta, flat: bool, order: Order) -> _Taken:
+        seconds, hidable_s = self.step_s(step, meta, flat=flat, order=order), 0.0
+        if step.communicates:
+            hidable_s = self.hidable_s(self._message(step, meta, flat=flat, order=order))
+        return _Taken(seconds, hidable_s, order_behind(step, self.sizes, order))
 
     def _message(self, step: Step, meta: TensorMeta, *, flat: bool, order: Order) -> Message:
         sent = step.message_numel(meta.shape, self.sizes) * meta.item_bytes
