@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     from autopar.runtime import input_part
     from autopar.runtime.clipping import clip_grad_norm_
     from autopar.runtime.consolidated import full_state_dict
+    from autopar.runtime.optimizer_states import full_optimizer_state_dict, load_optimizer_state_dict
     from cost_models.cluster import ClusterSpec
 
 _HOME = {
     "clip_grad_norm_": "autopar.runtime.clipping",
     "compile": "autopar.api.compiling",
+    "full_optimizer_state_dict": "autopar.runtime.optimizer_states",
     "full_state_dict": "autopar.runtime.consolidated",
     "input_part": "autopar.runtime",
+    "load_optimizer_state_dict": "autopar.runtime.optimizer_states",
     "plan": "autopar.api",
     "ClusterSpec": "cost_models.cluster",
     "Plan": "autopar.ir.plan",
@@ -68,8 +71,10 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "compile",
+    "full_optimizer_state_dict",
     "full_state_dict",
     "input_part",
+    "load_optimizer_state_dict",
     "plan",
 ]
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = """
 import autopar
 from torch import Tensor, nn
+from torch.optim import SGD
 
 def train(model: nn.Module, x: Tensor) -> nn.Module:
     plan = autopar.plan(model, "cpu:2", example_inputs=(x,), fix={"tp": 2}, time_limit="20s")
@@ -28,6 +29,8 @@ def train(model: nn.Module, x: Tensor) -> nn.Module:
     part, parts = autopar.input_part(compiled)
     norm: Tensor = autopar.clip_grad_norm_(compiled, part + parts)
     state: dict[str, object] = autopar.full_state_dict(compiled)
+    steps: dict[str, object] = autopar.full_optimizer_state_dict(compiled, SGD(compiled.parameters()))
+    autopar.load_optimizer_state_dict(compiled, SGD(compiled.parameters()), steps)
     return compiled if state else nn.Identity()
 """
 

@@ -11,7 +11,10 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
     (
         r"[Dd]ata-dependent branching|dynamic control flow|Could not guard on data-dependent",
         "its control flow depends on tensor values",
-        "compute both branches and choose with torch.where, or decide by shapes and Python values",
+        (
+            "compute both branches and choose with torch.where, or decide by shapes and Python values (an expert of a "
+            "mixture is computed for all tokens, with weight 0 where it is not chosen, instead of if it is chosen)"
+        ),
     ),
     (
         r"the result of (where|nonzero|argwhere|masked_select|getitem)\(\) is data-dependent",
@@ -27,7 +30,8 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         "a shape or Python number depends on tensor values",
         (
             "keep the value a tensor (no .item(), .tolist(), int(tensor)) and use a fixed size, for example a mask "
-            "instead of nonzero() or boolean indexing"
+            "instead of nonzero() or boolean indexing; loop over all experts of a mixture instead of those chosen: "
+            "out = out + expert(x) * (weight * (index == e)).sum(-1, keepdim=True)"
         ),
     ),
     (

@@ -1,21 +1,19 @@
-"""States as a single device has them: the model's on rank 0 out of all ranks, and an optimizer's on the ranks."""
+"""States as a single device has them, on rank 0, out of all ranks and pipeline stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
-from autopar._torch import is_dtensor
 from autopar.runtime.errors import not_compiled
 from autopar.runtime.module import Runner, runner_of
-from autopar.runtime.parameters import distributed_from
-from autopar.runtime.placing import dense_copy, own_part
 from autopar.runtime.whole import whole
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @torch.no_grad()
@@ -34,21 +32,34 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if runner is None:
         raise not_compiled(type(model).__name__)
     mine = model.state_dict()
-    forms = {name: (tuple(each.shape), each.dtype) for name, each in mine.items() if isinstance(each, torch.Tensor)}
-    told = runner.ranks.gather((forms, {name: each for name, each in mine.items() if name not in forms}))
-    found: dict[str, Any] = {}
-    for name in _in_order(model, [name for tensors, others in told for name in (*tensors, *others)]):
-        holders = [rank for rank, (tensors, _) in enumerate(told) if name in tensors]
+    names = [name for told in runner.ranks.gather(list(mine)) for name in told]
+    found = dict(gathered(mine, _in_order(model, names), runner))
+    return found if runner.ranks.rank == 0 else {}
+
+
+def gathered(mine: Mapping[Key, Any], keys: Iterable[Key], runner: Runner) -> Iterator[tuple[Key, Any]]:
+    """Yield, on rank 0, each key with what ranks have under it: tensors whole and on the CPU; on others nothing useful.
+
+    `mine` is what this rank has; `keys`, all of them, are the same on all ranks, which must all go through this.
+    """
+    forms = {key: (tuple(each.shape), each.dtype) for key, each in mine.items() if isinstance(each, torch.Tensor)}
+    told = runner.ranks.gather((forms, {key: each for key, each in mine.items() if key not in forms}))
+    for key in keys:
+        holders = [rank for rank, (tensors, _) in enumerate(told) if key in tensors]
         if not holders:
-            found[name] = next(others[name] for _, others in told if name in others)
+            yield key, next(others[key] for _, others in told if key in others)
             continue
-        shape, dtype = told[holders[0]][0][name]
+        shape, dtype = told[holders[0]][0][key]
         # With stages a tied parameter is on several, and whoever shares the first one's mesh gathers it with it.
         gathers = runner.ranks.rank in _beside(runner, holders[0])
-        value = _sent(whole(mine[name]) if gathers else None, holders[0], shape, dtype, runner)
+        value = _sent(_whole(mine[key], runner) if gathers else None, holders[0], shape, dtype, runner)
         if value is not None:
-            found[name] = value.cpu().clone()
-    return found if runner.ranks.rank == 0 else {}
+            yield key, value.cpu().clone()
+
+
+def _whole(value: torch.Tensor, runner: Runner) -> torch.Tensor:
+    """Return a tensor whole and where the ranks communicate: counters of optimizers are on the CPU beside GPUs."""
+    return whole(value).to(runner.ranks.device)
 
 
 def _beside(runner: Runner, rank: int) -> range | tuple[int, ...]:
@@ -78,32 +89,16 @@ def _sent(
 def _in_order(model: nn.Module, names: list[str]) -> list[str]:
     """Return names without repetition in the order of the single-device model's state dict, others behind."""
     wanted = dict.fromkeys(names)
-    known = [name for name in _places(model) if name in wanted]
+    known = [name for name in _places(model, buffers=True) if name in wanted]
     return list(dict.fromkeys([*known, *wanted]))
 
 
-def _places(model: nn.Module) -> Iterator[str]:
+def parameter_places(model: nn.Module) -> Iterator[str]:
+    """Yield the names of all places for parameters, those of other pipeline stages included, in the model's order."""
+    return _places(model, buffers=False)
+
+
+def _places(model: nn.Module, *, buffers: bool) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
-        for key in (*module._parameters, *module._buffers):
+        for key in (*module._parameters, *(module._buffers if buffers else ())):
             yield f"{path}.{key}" if path else key
-
-
-def spread_state(optimizer: Optimizer, named: Mapping[str, torch.Tensor], runner: Runner) -> None:
-    """Replace whole tensors in an optimizer's state, as a single device saved them, by this rank's part of them.
-
-    `named` are the parameters by their names. Only state of a parameter's own shape is held as that is.
-    """
-    for name, parameter in named.items():
-        state = optimizer.state.get(parameter)
-        if not state or not is_dtensor(parameter):
-            continue
-        layout = runner.decisions.parameters[name].placements
-        for key, value in list(state.items()):
-            if (
-                isinstance(value, torch.Tensor)
-                and not is_dtensor(value)
-                and value.dim()
-                and value.shape == parameter.shape
-            ):
-                part = dense_copy(own_part(value, layout, runner.groups.mesh, runner.groups.rank), value)
-                state[key] = distributed_from(part, parameter, name, layout, runner.groups)

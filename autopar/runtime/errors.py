@@ -81,6 +81,77 @@ def not_saved(kind: str) -> UsageError:
     )
 
 
+def own_state_pickled(what: str) -> str:
+    """Return the warning about a state dict of one rank that is pickled, as `torch.save` does."""
+    return (
+        f"the {what} is pickled: it is what this rank holds, parts of tensors or some stages' only, and no single "
+        "device loads it. On all ranks call autopar.full_state_dict(model) and "
+        "autopar.full_optimizer_state_dict(model, optimizer), and save on rank 0 what they return; or use "
+        "torch.distributed.checkpoint. Written by each rank to a file of its own, it is loaded under the same plan only"
+    )
+
+
+def part_of_other_rank(name: str, saved: object, here: object) -> UsageError:
+    """Return the error for a loaded DTensor of which another rank saved its own part."""
+    return UsageError(
+        f"{name} in the state dict is the part of it that the rank at {saved} of the mesh saved, and this rank is at "
+        f"{here}: its own part is not in the file. Save what autopar.full_state_dict(model) and "
+        "autopar.full_optimizer_state_dict(model, optimizer) return on rank 0, or use torch.distributed.checkpoint"
+    )
+
+
+def optimizer_of_others(kind: str, shapes: Sequence[tuple[int, ...]]) -> UsageError:
+    """Return the error for an optimizer that has parameters which are not the compiled model's."""
+    shown = ", ".join(str(list(each)) for each in shapes[:_SHOWN])
+    return UsageError(
+        f"{kind} has {len(shapes)} parameters that are not the compiled model's (shapes {shown}): make it of the "
+        "parameters of what autopar.compile returned, and one optimizer a model"
+    )
+
+
+def optimizer_state_groups(saved: Sequence[int], here: Sequence[int]) -> UsageError:
+    """Return the error for an optimizer state of other parameter groups; the numbers are of their parameters."""
+    return UsageError(
+        f"the optimizer state has parameter groups of {', '.join(map(str, saved)) or 'no'} parameters, and the "
+        f"optimizer, over all ranks, has {', '.join(map(str, here)) or 'no'}: make its groups as those of the "
+        "optimizer that saved the state, on all ranks in one order (with stages, an empty group where a rank has none)"
+    )
+
+
+def optimizer_state_names(group: int, names: Sequence[str]) -> UsageError:
+    """Return the error for an optimizer state of other parameters; `names` are only on one side."""
+    return UsageError(
+        f"group {group} of the optimizer state has other parameters (param_names) than the optimizer's: "
+        f"{_some(names)} {'is' if len(names) == 1 else 'are'} in one of them only; make the groups alike"
+    )
+
+
+def optimizer_group_order(names: Sequence[str]) -> UsageError:
+    """Return the error for a group of parameters that is not in the model's order, where ranks have stages."""
+    return UsageError(
+        f"a parameter group is not in the order of model.named_parameters() ({_some(names)}), and with pipeline stages "
+        "no rank knows where the others' parameters stand in it; make groups in that order"
+    )
+
+
+def parameter_elsewhere(name: str, ranks: Sequence[int]) -> UsageError:
+    """Return the error for a parameter or buffer of another pipeline stage that is read or written on this rank."""
+    return UsageError(
+        f"{name} is of a pipeline stage that this rank does not have"
+        f"{f' (it is on {_ranks(len(ranks))} {_list(ranks)})' if ranks else ''}. To initialise it, call "
+        "model.apply(function) on all ranks, or initialise before autopar.compile; to read it, call "
+        "autopar.full_state_dict(model) on all ranks; a loop over model.parameters() meets what this rank has"
+    )
+
+
+def apply_changes_shape(name: str, before: tuple[int, ...], after: tuple[int, ...]) -> UsageError:
+    """Return the error for a function given to `apply` that replaces a tensor by one of another shape."""
+    return UsageError(
+        f"the function given to apply changes {name} from {list(before)} to {list(after)}, and the compiled program is "
+        "for the former; change the model before autopar.compile"
+    )
+
+
 def not_resized(kind: str, name: str) -> UsageError:
     """Return the error for a method of a compiled model that would give it other parameters."""
     return UsageError(

@@ -10,33 +10,32 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from autopar._torch import allow_plain_beside_dtensor, dtensor_of, is_dtensor, let_anomalies_be_found, local_of
+from autopar._torch import allow_plain_beside_dtensor, is_dtensor, let_anomalies_be_found
 from autopar.errors import InputMismatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
+from autopar.runtime.compiled_class import ELSEWHERE, RUNNER, compiled_class
 from autopar.runtime.errors import (
     autocast_differs,
-    compiled_not_pickled,
     hooks_not_called,
     mode_differs,
     module_replaced,
     not_compiled,
-    not_resized,
-    not_saved,
 )
+from autopar.runtime.initialising import mark_elsewhere
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.pipeline import StagedBound
 from autopar.runtime.pipeline_ranks import PipelineRanks
-from autopar.runtime.placing import dense_copy, own_part
+from autopar.runtime.placing import own_part
 from autopar.runtime.profiling import StepProfiler
 from autopar.runtime.program import Program
 from autopar.runtime.ranks import Groups, Ranks
@@ -46,11 +45,6 @@ from autopar.runtime.whole import plain_arguments, refuse_numbers_of_parts
 
 ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program | PipelinedProgram]
 """`program_for(training, grad, args, kwargs)`: the program for a mode and a form of call; asked once for each."""
-
-_ATTRIBUTE = "_autopar"
-_ELSEWHERE = "_autopar_elsewhere"
-_RESIZES = "resize_token_embeddings"
-"""Method of transformers' models that gives them other parameters."""
 
 
 class Runner:
@@ -139,6 +133,24 @@ class Runner:
             self._readers[form] = (bound, made)
         return self._run(bound, tensors, grad=grad)
 
+    @functools.cached_property
+    def with_whole_outputs(self) -> Runner:
+        """Return the runner of the same programs and tensors that gives every rank all outputs, as plain tensors."""
+        if self._how["whole_outputs"]:
+            return self
+        made = copy.copy(self)
+        made._known, made._readers = {}, {}
+        made._how = {**self._how, "whole_outputs": True}
+        made._unbound = self._programs()
+        return made
+
+    def _programs(self) -> dict[tuple[bool, bool], list[Program | PipelinedProgram]]:
+        """Return the programs that there are by now."""
+        found = {mode: [each.program for each in bound] for mode, bound in self._known.items()}
+        for mode, programs in self._unbound.items():
+            found.setdefault(mode, []).extend(programs)
+        return found
+
     def know_modes(self, model: nn.Module, copied: nn.Module) -> None:
         """Note which modules of the model that was planned train, and those whose modes the calls are to have."""
         self._modes = tuple((name, each.training) for name, each in model.named_modules())
@@ -186,9 +198,8 @@ class Runner:
         """Return the runner of a deep copy of the module: the same programs, on the copy's tensors."""
         made = copy.copy(self)
         made._known, made._readers = {}, {}
-        made._unbound = {mode: [each.program for each in bound] for mode, bound in self._known.items()}
-        for mode, programs in self._unbound.items():
-            made._unbound.setdefault(mode, []).extend(programs)
+        made._unbound = self._programs()
+        made.__dict__.pop("with_whole_outputs", None)  # it is of the tensors of this one
         made.watch(copied)
         made.introduce(copied)
         return made
@@ -293,7 +304,7 @@ def input_part(model: nn.Module) -> tuple[int, int]:
 
 def runner_of(model: nn.Module) -> Runner | None:
     """Return what runs a compiled model; `None` for any other module, and for one that waits for its first call."""
-    found: Runner | None = model.__dict__.get(_ATTRIBUTE)
+    found: Runner | None = model.__dict__.get(RUNNER)
     return found
 
 
@@ -346,14 +357,15 @@ def compiled(
         check(model, runner.decisions, init_fn)
     copied = without_own_calls(copy_tree(model, {}))
     dropped = place(copied, runner.decisions, runner.groups, runner.ranks, init_fn, names)
-    copied.__class__ = _compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
-    copied.__dict__[_ATTRIBUTE] = runner
+    copied.__class__ = compiled_class(type(model))  # type: ignore[arg-type]  # mypy: a module's type has a hash
+    copied.__dict__[RUNNER] = runner
     runner.know_modes(model, copied)
-    copied.__dict__[_ELSEWHERE] = dropped
+    copied.__dict__[ELSEWHERE] = dropped
     if runner.pipeline is not None and runner.pipeline.depth > 1:
-        told = runner.ranks.gather([name for name, _ in copied.named_parameters()])
+        told = runner.ranks.gather([slot.name for slot in slots(copied)])
         before = (rank for block in runner.pipeline.blocks[: runner.pipeline.index] for rank in block)
         runner.held_before = frozenset(name for rank in before for name in told[rank])
+        mark_elsewhere(copied, model, told, dropped)
     runner.introduce(copied)
     return copied
 
@@ -412,71 +424,3 @@ def with_own_calls(copied: nn.Module, model: nn.Module) -> nn.Module:
         bound_to_it = isinstance(own, MethodType) and own.__self__ is model
         copied.__dict__["forward"] = MethodType(own.__func__, copied) if bound_to_it else own
     return copied
-
-
-@functools.cache
-def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of the model's class whose forward runs the programs."""
-
-    @functools.wraps(kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_ATTRIBUTE].call(self, args, kwargs)
-
-    def load_state_dict(
-        self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state dict, of DTensors or of whole tensors as the single-device model saves them."""
-        return kind.load_state_dict(self, distributed(self, state_dict), strict=strict, assign=assign)
-
-    def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy with tensors of its own, run by the same programs; all ranks must make it."""
-        made = object.__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update({k: v if k == _ATTRIBUTE else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        runner: Runner = self.__dict__[_ATTRIBUTE]
-        made.__dict__[_ATTRIBUTE] = runner.for_copy(made)
-        return made
-
-    def refuse_pickle(self: nn.Module, _protocol: Any) -> NoReturn:
-        raise compiled_not_pickled(kind.__name__)
-
-    saves: Callable[..., Any] | None = getattr(kind, "save_pretrained", None)
-
-    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if saves is None or (kwargs.get("state_dict") is None and self.__dict__[_ATTRIBUTE].ranks.world_size > 1):
-            raise not_saved(kind.__name__)
-        return saves(self, *args, **kwargs)
-
-    def refuse_resize(self: nn.Module, *_: Any, **__: Any) -> NoReturn:
-        raise not_resized(kind.__name__, _RESIZES)
-
-    own = {"forward": forward, "load_state_dict": load_state_dict, "__deepcopy__": deep_copy}
-    if saves is not None:
-        own["save_pretrained"] = save_pretrained
-    if hasattr(kind, _RESIZES):
-        own[_RESIZES] = refuse_resize
-    told = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": refuse_pickle}
-    return type(kind.__name__, (kind,), {**own, **told})
-
-
-def distributed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict with whole tensors replaced by this rank's part of them where the model holds DTensors.
-
-    What other pipeline ranks hold is left out.
-    """
-    runner: Runner = model.__dict__[_ATTRIBUTE]
-    elsewhere: frozenset[str] = model.__dict__.get(_ELSEWHERE, frozenset())
-    held = {slot.name: slot.value for slot in slots(model)}
-    found = {name: value for name, value in state.items() if name not in elsewhere}
-    for name, value in list(found.items()):
-        mine = held.get(name)
-        spec = getattr(mine, "_spec", None)
-        if spec is None or mine is None or not isinstance(value, torch.Tensor) or hasattr(value, "_spec"):
-            continue
-        if tuple(value.shape) != tuple(mine.shape):
-            continue  # torch's own message names both shapes
-        layout = runner.decisions.parameters[name].placements
-        part = own_part(value.detach(), layout, runner.groups.mesh, runner.groups.rank)
-        local = local_of(mine)
-        found[name] = dtensor_of(dense_copy(part.to(local.device, local.dtype), local), spec)
-    return found

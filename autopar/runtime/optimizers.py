@@ -20,10 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar._torch import is_dtensor
 from autopar.ir.placement import Layout, Shard
-from autopar.runtime.consolidated import spread_state
 from autopar.runtime.errors import optimizer_differs, optimizer_fails, optimizer_joins_parameters
 from autopar.runtime.module import Runner, runner_of
+from autopar.runtime.optimizer_states import spread_state
+from autopar.runtime.own_states import OwnState
 from autopar.runtime.parameters import distributed_from
 from autopar.runtime.placing import own_part
 
@@ -89,6 +91,9 @@ def _try_on_all(optimizer: Optimizer, *, closure: bool) -> bool:
             continue
         spread_state(optimizer, named, runner)
         optimizer.register_load_state_dict_post_hook(functools.partial(spread_state, named=named, runner=runner))
+        staged = runner.pipeline is not None and runner.pipeline.depth > 1
+        if staged or any(map(is_dtensor, named.values())):
+            optimizer.register_state_dict_post_hook(_tells_when_pickled)
         remake, kind = _remake(optimizer, closure=closure), type(optimizer).__name__
         stand_ins = _stand_ins(runner, named)
         _TRIED.add(optimizer)
@@ -98,6 +103,10 @@ def _try_on_all(optimizer: Optimizer, *, closure: bool) -> bool:
             if runner.groups.mesh.axes:
                 _try_distributed(remake, stand_ins, runner, kind)
     return optimizer in _TRIED
+
+
+def _tells_when_pickled(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return OwnState.called(f"state_dict() of this {type(optimizer).__name__}", state)
 
 
 @dataclass(frozen=True)

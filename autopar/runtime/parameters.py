@@ -172,7 +172,7 @@ def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     The tables of hooks are shared, so that the handles which the user has still remove them.
     """
     made = nn.Parameter(value, requires_grad=old.requires_grad)
-    made.__dict__.update({name: each for name, each in old.__dict__.items() if name not in _OF_DTENSORS})
+    made.__dict__.update(attributes_of(old))
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(old, table)
         if hooks:
@@ -180,10 +180,15 @@ def parameter_like(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     return made
 
 
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that the user put on a tensor."""
+    return {name: each for name, each in tensor.__dict__.items() if name not in _OF_DTENSORS}
+
+
 def _materialise(model: nn.Module, every: list[Slot], placer: _Placer, init_fn: InitFn) -> None:
     """Allocate and initialise modules that hold meta tensors, one by one; a tied tensor stays whole until its last."""
     ranks = placer.ranks
-    _same_random_numbers(ranks)
+    same_random_numbers(ranks)
     pending = {key: len({id(slot.module) for slot in found}) for key, found in placer.by_id.items()}
     owned: dict[int, list[Slot]] = {}
     for slot in every:
@@ -235,7 +240,7 @@ def _refuse_unset(mine: list[Slot], fresh: Mapping[int, torch.Tensor]) -> None:
         raise uninitialised(unset)
 
 
-def _same_random_numbers(ranks: Ranks) -> None:
+def same_random_numbers(ranks: Ranks) -> None:
     """Give every rank rank 0's random state, so that all draw the values that a single device would."""
     torch.set_rng_state(ranks.from_first(torch.get_rng_state()))
     if ranks.device.type == "cuda":

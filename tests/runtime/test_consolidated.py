@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,86 @@ def test_an_optimizer_goes_on_from_a_single_devices_state(
     pool: RankPool, fix: dict[str, Any], width: int, after_a_step: bool
 ):
     assert max(pool.values(resumed, fix, width, after_a_step)) < 1e-5
+
+
+def _optimizer(model: nn.Module, groups: str) -> torch.optim.Optimizer:
+    named = dict(model.named_parameters())
+    if groups == "one":
+        return torch.optim.AdamW(named.values(), lr=0.1)
+    flat = [(name, each) for name, each in named.items() if each.dim() == 1]
+    rest = [(name, each) for name, each in named.items() if each.dim() > 1]
+    if groups == "two":
+        flat, rest = [[each for _, each in group] for group in (flat, rest)]
+    return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": rest, "lr": 0.05}], lr=0.1)
+
+
+def given_and_returned(_rank: int, fix: dict[str, Any], width: int, groups: str) -> tuple[float, float]:
+    """Return how far a compiled model is from one device that it goes on from, and then one device from it."""
+    torch.manual_seed(0)
+    model = Tied(width)
+    mine = _compiled(model, fix)
+    optimizers = [_optimizer(each, groups) for each in (model, mine)]
+    for _ in range(2):
+        _step(model, optimizers[0])
+    mine.load_state_dict(model.state_dict())
+    autopar.load_optimizer_state_dict(mine, optimizers[1], copy.deepcopy(optimizers[0].state_dict()))
+    there = _apart(model, mine, optimizers)
+    state = autopar.full_optimizer_state_dict(mine, optimizers[1])
+    if _rank == 0:
+        wanted = optimizers[0].state_dict()
+        assert [each["params"] for each in state["param_groups"]] == [e["params"] for e in wanted["param_groups"]]
+        assert state["state"].keys() == wanted["state"].keys()
+        assert not any(hasattr(value, "full_tensor") for each in state["state"].values() for value in each.values())
+        optimizers[0] = _optimizer(model, groups)
+        optimizers[0].load_state_dict(state)
+    return there, _apart(model, mine, optimizers)
+
+
+def _apart(model: nn.Module, mine: nn.Module, optimizers: list[torch.optim.Optimizer]) -> float:
+    for each, optimizer in zip((model, mine), optimizers, strict=True):
+        _step(each, optimizer)
+    state = autopar.full_state_dict(mine)
+    return max([0.0, *((value - model.state_dict()[name]).abs().max().item() for name, value in state.items())])
+
+
+@pytest.mark.parametrize("groups", ["one", "two", "named"])
+@pytest.mark.parametrize(("fix", "width"), [*SPLITS, STAGES], ids=str)
+def test_an_optimizers_state_goes_from_one_device_to_ranks_and_back(
+    pool: RankPool, fix: dict[str, Any], width: int, groups: str
+):
+    assert max(max(each) for each in pool.values(given_and_returned, fix, width, groups)) < 1e-5
+
+
+def wrong_optimizer_state(_rank: int, fix: dict[str, Any], wrong: str) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    mine = _compiled(model, fix)
+    optimizer = _optimizer(mine, "named")
+    state = _optimizer(model, "named").state_dict()
+    if wrong == "size":
+        state["param_groups"][0]["params"].pop()
+    if wrong == "name":
+        state["param_groups"][0]["param_names"][0] = "layers.9.bias"
+    if wrong == "model":
+        optimizer = _optimizer(model, "one")
+    autopar.load_optimizer_state_dict(mine, optimizer, state)
+
+
+WRONG = {
+    "size": "groups of 3, 5 parameters, and the optimizer, over all ranks, has 4, 5",
+    "name": "group 0 of the optimizer state has other parameters .* layers.0.bias, layers.9.bias are in one of them",
+    "model": "AdamW has 9 parameters that are not the compiled model's",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("fix", [{"tp": 2}, STAGES[0]], ids=str)
+def test_an_optimizer_state_of_other_parameters_is_refused_on_all_ranks(
+    pool: RankPool, fix: dict[str, Any], wrong: str
+):
+    for outcome in pool.run(wrong_optimizer_state, fix, wrong):
+        assert outcome.kind == "UsageError"
+        assert re.search(WRONG[wrong], outcome.error), outcome.error
 
 
 def test_the_full_state_of_a_model_that_is_not_compiled_is_refused():

@@ -255,3 +255,38 @@ def test_what_stands_for_an_output_is_no_sequence_to_code_that_asks():
     with pytest.raises(TypeError, match="it is on ranks 2, 3"):
         iter(output)
     assert repr(output) == "<logits: [8, 6] on ranks 2, 3>"
+
+
+class Writer(Classifier):
+    """Writes on from what it is given, as `generate` of transformers' models does."""
+
+    def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        """Return the kinds chosen at each step, rows by steps."""
+        kinds = []
+        for _ in range(steps):
+            kinds.append(self(x).argmax(-1))
+            x = torch.cat([x[:, 1:], kinds[-1].unsqueeze(-1).to(x.dtype)], dim=1)
+        return torch.stack(kinds, dim=1)
+
+
+def generated(_rank: int, fix: dict[str, Any]) -> tuple[bool, bool, str]:
+    """Return whether a model that trains generates what one device does, then trains on, and its outputs' kind."""
+    x, labels = _batch()
+    model, mine = _pair((x, labels), Writer(), fix=fix)
+    with torch.no_grad():
+        same = [torch.equal(mine.generate(x, 3), model.generate(x, 3)) for _ in range(2)]
+        again = copy.deepcopy(mine)
+        same.append(torch.equal(again.generate(x, 3), model.generate(x, 3)))
+    loss, logits = mine(x, labels)
+    loss.backward()
+    return all(same), bool(torch.isclose(loss, model(x, labels)[0])), type(logits).__name__
+
+
+@pytest.mark.parametrize("fix", [{"dp_shard": 2}, {"tp": 2}, STAGES], ids=str)
+def test_generate_reads_whole_outputs_on_all_ranks_and_other_calls_do_not(pool: RankPool, fix: dict[str, Any]):
+    kinds = set()
+    for same, trains, kind in pool.values(generated, fix):
+        assert same
+        assert trains
+        kinds.add(kind)
+    assert kinds == ({"DTensor", "Elsewhere"} if fix is STAGES else {"DTensor"})

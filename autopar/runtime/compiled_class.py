@@ -1,0 +1,112 @@
+"""What a compiled model does otherwise than its class: calls, copies, states, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from autopar._torch import is_dtensor
+from autopar.runtime.errors import compiled_not_pickled, not_resized, not_saved
+from autopar.runtime.initialising import apply_whole
+from autopar.runtime.own_states import OwnState, distributed
+
+if TYPE_CHECKING:
+    from autopar.runtime.module import Runner
+
+RUNNER = "_autopar"
+"""Attribute of a compiled model that holds its runner."""
+
+ELSEWHERE = "_autopar_elsewhere"
+"""Attribute of a compiled model that holds the names of what other pipeline stages have."""
+
+_RESIZES = "resize_token_embeddings"
+"""Method of transformers' models that gives them other parameters."""
+
+
+@functools.cache
+def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of the model's class whose forward runs the programs."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[RUNNER].call(self, args, kwargs)
+
+    def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy with tensors of its own, run by the same programs; all ranks must make it."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({k: v if k == RUNNER else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        made.__dict__[RUNNER] = _runner(self).for_copy(made)
+        return made
+
+    def apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
+        """Call `fn` with every module while its own tensors are whole, on all ranks; return the model."""
+        runner = _runner(self)
+        return kind.apply(self, fn) if runner.ranks.world_size == 1 else apply_whole(self, fn, runner)
+
+    def refuse_pickle(self: nn.Module, _protocol: Any) -> NoReturn:
+        raise compiled_not_pickled(kind.__name__)
+
+    own: dict[str, Any] = {"forward": forward, "__deepcopy__": deep_copy, "__reduce_ex__": refuse_pickle}
+    if kind.apply is nn.Module.apply:
+        own["apply"] = apply
+    own |= _of_states(kind) | _of_transformers(kind)
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **own})
+
+
+def _runner(model: nn.Module) -> Runner:
+    found: Runner = model.__dict__[RUNNER]
+    return found
+
+
+def _of_states(kind: type[nn.Module]) -> dict[str, Any]:
+    """Return the methods that save and load states of this rank."""
+
+    def load_state_dict(
+        self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict, of DTensors or of whole tensors as the single-device model saves them."""
+        own = distributed(self, state_dict, _runner(self), self.__dict__[ELSEWHERE])
+        return kind.load_state_dict(self, own, strict=strict, assign=assign)
+
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what this rank holds; it tells so where it is pickled. `autopar.full_state_dict` returns all."""
+        found = kind.state_dict(self, *args, **kwargs)
+        given = args[0] if args else kwargs.get("destination")
+        if _runner(self).ranks.world_size == 1 or type(found) is not OrderedDict or found is given:
+            return found
+        if self.__dict__[ELSEWHERE] or any(isinstance(e, torch.Tensor) and is_dtensor(e) for e in found.values()):
+            return OwnState.called(f"state_dict() of this compiled {kind.__name__}", found)
+        return found
+
+    return {"load_state_dict": load_state_dict, "state_dict": state_dict}
+
+
+def _of_transformers(kind: Any) -> dict[str, Any]:
+    """Return the methods in place of those that models of transformers have beside a module's."""
+
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None and _runner(self).ranks.world_size > 1:
+            raise not_saved(kind.__name__)
+        return kind.save_pretrained(self, *args, **kwargs)
+
+    def refuse_resize(self: nn.Module, *_: Any, **__: Any) -> NoReturn:
+        raise not_resized(kind.__name__, _RESIZES)
+
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Generate as on one device, on all ranks: whoever generates reads whole outputs."""
+        runner = _runner(self)
+        self.__dict__[RUNNER] = runner.with_whole_outputs
+        try:
+            return kind.generate(self, *args, **kwargs)
+        finally:
+            self.__dict__[RUNNER] = runner
+
+    own = {"save_pretrained": save_pretrained, _RESIZES: refuse_resize, "generate": generate}
+    return {name: each for name, each in own.items() if hasattr(kind, name)}
