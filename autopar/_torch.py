@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -69,6 +69,7 @@ __all__ = [
     "norm_of_many",
     "put_before_norm_of_many",
     "put_before_number_of_dtensor",
+    "put_before_random_of_dtensor",
     "pytree",
     "recorded_side_effects",
     "storage_key",
@@ -239,6 +240,50 @@ def put_before_number_of_dtensor(read: Callable[[Any], None]) -> None:
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
     if handlers is not None:
         handlers[operator] = handler
+
+
+_RANDOM = (
+    "normal_.default", "uniform_.default", "exponential_.default", "log_normal_.default", "cauchy_.default",
+    "geometric_.default", "random_.default", "random_.to", "random_.from", "bernoulli_.float", "rand_like.default",
+    "randn_like.default", "randint_like.default", "randint_like.low_dtype",
+)  # fmt: skip
+"""Operators that draw an element of their first argument's shape for each of its elements."""
+
+
+def put_before_random_of_dtensor(draw: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+    """Let `draw(operator, args, kwargs)` return what random operators make of a DTensor, from now on.
+
+    Where it returns `None`, torch draws as it always does: by each rank's own generator, which of ranks that
+    are seeded alike gives all parts of a tensor the same values.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = getattr(dispatcher, "_custom_op_handlers", None)
+    if handlers is None:
+        return
+
+    def handler(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        found = draw(operator, args, kwargs)
+        if found is not None:
+            return found
+        del handlers[operator]  # the dispatcher goes on to its own
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            handlers[operator] = handler
+
+    for name in _RANDOM:
+        packet, _, overload = name.partition(".")
+        handlers[getattr(getattr(torch.ops.aten, packet), overload)] = handler
+
+
+def place_in_whole(tensor: Any) -> tuple[slice, ...]:
+    """Return where the part of a DTensor that this rank holds lies in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(first, first + length) for first, length in zip(offset, shape, strict=True))
 
 
 def norm_of_many() -> Callable[..., Any]:

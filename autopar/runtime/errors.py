@@ -250,7 +250,8 @@ def number_of_part(placements: str) -> UsageError:
     """Return the error for a number read of a DTensor that no rank holds whole."""
     return UsageError(
         f"a number is read of a DTensor held as {placements}: this rank has its own part or term of it, not the whole. "
-        "Call full_tensor() on it first, on all ranks, or compile with outputs='whole', which returns plain tensors"
+        "Call full_tensor() on it first, on all ranks, or compile with outputs='whole', which returns plain tensors; "
+        "functions that initialise parameters get them whole by model.apply(function)"
     )
 
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from autopar._torch import is_dtensor, put_before_number_of_dtensor, pytree
+from autopar._torch import (
+    is_dtensor,
+    local_of,
+    place_in_whole,
+    put_before_number_of_dtensor,
+    put_before_random_of_dtensor,
+    pytree,
+)
 from autopar.runtime.errors import number_of_part
 
 _MESHES: set[Any] = set()
@@ -39,6 +46,37 @@ def refuse_numbers_of_parts(meshes: Iterable[Any]) -> None:
     """
     _MESHES.update(meshes)
     put_before_number_of_dtensor(_require_whole)
+
+
+def draw_for_the_whole(meshes: Iterable[Any]) -> None:
+    """Let random operators on DTensors of these meshes draw for the whole tensor on every rank, from now on.
+
+    Each keeps its part: of ranks that are seeded alike it is what one device draws, for `torch.nn.init` and for noise.
+    Torch draws on CPUs as if the part were a tensor of its own, so that all ranks' parts are the same.
+    """
+    _MESHES.update(meshes)
+    put_before_random_of_dtensor(_drawn)
+
+
+def _drawn(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a random operator makes of a DTensor on a compiled model's mesh; `None` of any other."""
+    tensor = args[0]
+    if tensor.device_mesh not in _MESHES or any(each.is_partial() for each in tensor.placements):
+        return None
+    local = local_of(tensor)
+    drawn = operator(torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device), *args[1:], **kwargs)
+    part = drawn[place_in_whole(tensor)]
+    if operator._schema.is_mutable:
+        local.copy_(part)
+        return tensor
+    return type(tensor).from_local(
+        part.contiguous(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=drawn.shape,
+        stride=drawn.stride(),
+    )
 
 
 def whole_here(tensor: Any) -> Any:

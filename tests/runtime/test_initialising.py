@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.runtime.whole import whole
 from tests.support.ranks import RankPool
 
 FIXES = [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2, "microbatch": 2}]
@@ -88,6 +89,30 @@ def test_apply_gives_every_module_its_whole_tensors_on_all_ranks(pool: RankPool,
     assert all(same for *_, same in values)
     for name, each in wanted.items():
         assert torch.equal(got[name], each), name
+
+
+def drawn(_rank: int, fix: dict[str, Any]) -> list[torch.Tensor]:
+    """Return what one device draws and what ranks draw, by initialisers of torch on parameters and as noise."""
+    torch.manual_seed(0)
+    model = Blocks()
+    mine = _compiled(model, fix)
+    found = []
+    for each in (model, mine):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            nn.init.kaiming_uniform_(each.layers[0].weight)
+            each.layers[1].weight.bernoulli_(0.5)
+            each.table.weight.add_(torch.randn_like(each.table.weight))
+            each.layers[2].weight.data.exponential_(generator=torch.Generator().manual_seed(9))
+            nn.init.uniform_(each.layers[3].bias)
+        found.append(torch.cat([whole(p).flatten() for p in each.parameters()]).detach())
+    return found
+
+
+@pytest.mark.parametrize("fix", FIXES[:3], ids=str)
+def test_random_operators_on_parameters_draw_what_one_device_draws(pool: RankPool, fix: dict[str, Any]):
+    for wanted, got in pool.values(drawn, fix):
+        assert torch.equal(got, wanted)
 
 
 def reshaped(_rank: int, fix: dict[str, Any]) -> None:
