@@ -118,6 +118,14 @@ def optimizer_state_groups(saved: Sequence[int], here: Sequence[int]) -> UsageEr
     )
 
 
+def optimizer_groups_unlike(counts: Sequence[int]) -> UsageError:
+    """Return the error for an optimizer that has another number of parameter groups on each rank."""
+    return UsageError(
+        f"the optimizer has {', '.join(map(str, counts))} parameter groups on ranks 0, 1, ...: make the same groups in "
+        "the same order on all ranks, an empty one where a rank's pipeline stages have no such parameters"
+    )
+
+
 def optimizer_state_names(group: int, names: Sequence[str]) -> UsageError:
     """Return the error for an optimizer state of other parameters; `names` are only on one side."""
     return UsageError(

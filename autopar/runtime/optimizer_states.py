@@ -15,6 +15,7 @@ from autopar.runtime.consolidated import gathered, parameter_places
 from autopar.runtime.errors import (
     not_compiled,
     optimizer_group_order,
+    optimizer_groups_unlike,
     optimizer_of_others,
     optimizer_state_groups,
     optimizer_state_names,
@@ -146,7 +147,7 @@ class _Groups:
                 raise optimizer_of_others(type(optimizer).__name__, [tuple(each.shape) for each in strange])
         by_rank = runner.ranks.gather(own)
         if len({len(each) for each in by_rank}) > 1:
-            raise optimizer_state_groups([len(each) for each in by_rank], [])
+            raise optimizer_groups_unlike([len(each) for each in by_rank])
         return cls(held, own, [_joined(model, each) for each in zip(*by_rank, strict=True)])
 
 
