@@ -399,6 +399,15 @@ def hooks_not_called(names: Sequence[str]) -> str:
     )
 
 
+def many_forms(count: int, *, training: bool) -> str:
+    """Return the warning about calls of many shapes, each of which has its own program."""
+    return (
+        f"{count} programs were made by now for calls in {'training' if training else 'evaluation'}, one for each form "
+        "of call (shapes of inputs, numbers among them): each is captured and planned (seconds) and kept. Pad "
+        "inputs to a few shapes; where lengths grow call by call, as in generation, to the longest"
+    )
+
+
 def mode_differs(name: str, *, now: bool) -> InputMismatchError:
     """Return the error for a module that went from training to evaluation after planning, or back, without its model.
 

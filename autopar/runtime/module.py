@@ -27,6 +27,7 @@ from autopar.runtime.compiled_class import ELSEWHERE, RUNNER, compiled_class
 from autopar.runtime.errors import (
     autocast_differs,
     hooks_not_called,
+    many_forms,
     mode_differs,
     module_replaced,
     not_compiled,
@@ -45,6 +46,10 @@ from autopar.runtime.whole import draw_for_the_whole, plain_arguments, refuse_nu
 
 ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program | PipelinedProgram]
 """`program_for(training, grad, args, kwargs)`: the program for a mode and a form of call; asked once for each."""
+
+
+_MANY_FORMS = 8
+"""So many programs for one mode are told of: each takes as long to make as a plan, and they are all kept."""
 
 
 class Runner:
@@ -266,6 +271,8 @@ class Runner:
         if problem is not None:
             raise problem
         found.append(bound)
+        if len(found) == _MANY_FORMS:
+            warnings.warn(many_forms(len(found), training=mode[0]), stacklevel=6)
         return bound, tensors
 
     def _bind(self, program: Program | PipelinedProgram, model: nn.Module) -> Bound | StagedBound:

@@ -66,6 +66,18 @@ def test_a_part_frozen_before_planning_stays_so_and_evaluation_is_of_all():
         mine(x)
 
 
+def test_evaluation_of_many_shapes_is_told_of_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("autopar.runtime.module._MANY_FORMS", 2)
+    mine = autopar.compile(Noisy(), "cpu:1", example_inputs=(torch.randn(8, 4),)).eval()
+
+    mine(torch.randn(2, 4))
+    with pytest.warns(UserWarning, match="2 programs were made by now for calls in evaluation") as told:
+        mine(torch.randn(3, 4))
+    assert told[0].filename == __file__
+    mine(torch.randn(2, 4))  # a known form makes no program, and warnings are errors here
+    mine(torch.randn(5, 4))
+
+
 def test_a_model_planned_at_its_first_call_goes_into_evaluation_as_a_whole():
     x, model = torch.randn(8, 4), Noisy()
     mine = autopar.compile(copy.deepcopy(model), "cpu:1")
