@@ -74,8 +74,11 @@ def module_path(meta: Mapping[str, Any], modules: Collection[str], prefix: str) 
 
 @lru_cache(maxsize=1 << 14)
 def _module_name(expression: str, prefix: str) -> str:
-    """Return the dotted path that Dynamo spells as `L['self'].model.layers[0]`."""
-    path = expression.removeprefix("L['self']")
+    """Return the dotted path that Dynamo spells as `L['self'].model.layers[0]`, or as `getattr(..., '0')`."""
+    path, more = expression, 1
+    while more:  # names that are no identifiers are asked for by `getattr`, which nests
+        path, more = re.subn(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", path)
+    path = path.removeprefix("L['self']")
     # Through the dictionary where a class has a `__getattr__` of its own, as those of diffusers do.
     path = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)

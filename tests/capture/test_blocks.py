@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from autopar.capture import capture
 from autopar.ir.graph import Graph, Ref
+from autopar.ir.stages import units
 from autopar.models import zoo
 from autopar.models.hf_tiny import tiny
 
@@ -206,3 +207,27 @@ def test_layers_that_read_different_tables_stay_apart():
 
     assert pairs
     assert all(folded % 2 == standing % 2 for folded, standing in pairs)
+
+
+class Normed(nn.Module):
+    """Equal layers whose weights are made by parametrizations that change their buffers; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        for layer in self.layers:
+            x = functional.relu(layer(x))
+        return x.square().mean()
+
+
+def test_layers_that_are_asked_for_by_getattr_have_their_paths():
+    graph = capture(Normed(), (torch.randn(4, 8),)).graph
+
+    products = [op.module for op in graph.ops if op.target == "aten.addmm.default" and op.phase == "forward"]
+    assert products == [f"layers.{i}" for i in range(4)]
+    normed = {op.module for op in graph.ops if op.target == "aten.vdot.default" and op.phase == "forward"}
+    assert normed == {f"layers.{i}.parametrizations.weight.0" for i in range(4)}
+    assert [unit.path for unit in units(graph)] == [f"layers.{i}" for i in range(4)]
