@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,12 @@ R = Replicate()
 # A busy machine is no reason to fail, and a run today finds what a run tomorrow finds.
 settings.register_profile("autopar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("autopar")
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what imports and collection made, all of which stays."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,6 @@ Sizes divide by 8 where the architecture allows it: hidden 64, 8 heads, vocabula
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -142,7 +141,7 @@ def tiny_config(name: str, **settings: Any) -> Any:
 
 
 def tiny(
-    name: str, *, seed: int = 0, meta: bool = False, batch: int = BATCH, **settings: Any
+    name: str, *, seed: int = 0, meta: bool = False, batch: int = BATCH, seq: int = SEQ, **settings: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a small model in training mode and its keyword arguments, both on the CPU (on meta if asked).
 
@@ -151,13 +150,11 @@ def tiny(
     config = tiny_config(name, **settings)
     if meta:
         model = hf.build(config)
-        return model, {key: spec.meta() for key, spec in _inputs(model, batch)} | hf.plain_arguments(model)
+        given = hf.inputs(model, batch, seq)
+        return model, {key: spec.meta() for key, spec in given.items()} | hf.plain_arguments(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = hf.build(config, "cpu")
+    given = hf.inputs(model, batch, seq)
     generator = torch.Generator().manual_seed(seed)
-    return model, {key: spec.random(generator) for key, spec in _inputs(model, batch)} | hf.plain_arguments(model)
-
-
-def _inputs(model: nn.Module, batch: int) -> Iterable[tuple[str, hf.InputSpec]]:
-    return hf.inputs(model, batch, SEQ).items()
+    return model, {key: spec.random(generator) for key, spec in given.items()} | hf.plain_arguments(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -31,6 +32,16 @@ SLOW = {"intra_node_GB_per_s_per_gpu": "1"}
 """Links on which communication takes longer than computation."""
 
 
+_graph = validating._graph.__wrapped__
+_captured = cache(lambda _shallow, key: _graph(*key))
+"""Programs by how many layers are captured at most, for all tests: capturing takes longer than pricing."""
+
+
+@pytest.fixture(autouse=True)
+def _captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validating, "_graph", lambda *key: _captured(validating.SHALLOW, key))
+
+
 def _priced(**change: str) -> Estimates:
     return estimates_of(read_training_row({**SMALL, **change}))
 
@@ -38,7 +49,6 @@ def _priced(**change: str) -> Estimates:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_few_layers_repeated_cost_what_all_of_them_captured_cost(way: str, monkeypatch: pytest.MonkeyPatch):
     repeated = _priced(**WAYS[way])
-    validating._graph.cache_clear()
     validating._recomputed.cache_clear()
     monkeypatch.setattr(validating, "SHALLOW", 6)
 
@@ -46,7 +56,6 @@ def test_a_few_layers_repeated_cost_what_all_of_them_captured_cost(way: str, mon
 
     assert repeated.step_time_s == pytest.approx(captured.step_time_s, rel=1e-9)
     assert repeated.peak_memory_bytes == captured.peak_memory_bytes
-    validating._graph.cache_clear()
     validating._recomputed.cache_clear()
 
 

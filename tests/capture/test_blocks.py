@@ -47,7 +47,7 @@ EVERY = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_number_of_representatives_does_not_grow_with_depth(name: str):
-    shallow, deep = _hf(name, 3), _hf(name, 5)
+    shallow, deep = _hf(name, 3), _hf(name, 4)
 
     assert len(deep.ops) > len(shallow.ops)
     assert _representatives(deep) == _representatives(shallow)

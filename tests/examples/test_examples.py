@@ -11,18 +11,19 @@ from pathlib import Path
 
 import pytest
 
+import autopar
 from autopar.ir.plan import Plan
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 RANKS = 4
 TIMEOUT_S = 300
 
-WITHOUT_AUTOPAR = """
-import runpy, autopar
-autopar.compile = lambda model, *args, **kwargs: model
-runpy.run_path({path!r}, run_name="__main__")
-"""
+
+def without_autopar() -> None:
+    """Let `compile` give the model back."""
+    autopar.compile = lambda model, *_, **__: model
 
 
 def run(*command: str) -> str:
@@ -34,10 +35,6 @@ def run(*command: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
-
-
-def on_ranks(name: str) -> str:
-    return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", f"examples/{name}.py")
 
 
 def losses(text: str) -> list[float]:
@@ -53,7 +50,8 @@ def test_an_example_starts_with_what_it_shows_and_its_command(name: str):
 
 
 def test_the_mlp_has_the_losses_of_one_device():
-    rows = [line.split() for line in on_ranks("mlp").splitlines() if line.split()[0].isdigit()]
+    rows = [line.split() for line in run_script(EXAMPLES / "mlp.py", RANKS).splitlines()]
+    rows = [row for row in rows if row and row[0].isdigit()]
 
     assert len(rows) == 5
     assert [float(row[1]) for row in rows] == pytest.approx([float(row[2]) for row in rows], rel=1e-5)
@@ -62,9 +60,9 @@ def test_the_mlp_has_the_losses_of_one_device():
 @pytest.mark.parametrize(("name", "tolerance"), [("hf_llama", 1e-4), ("moe", 1e-4), ("vision", 1e-2)])
 def test_an_example_trains_as_without_autopar(name: str, tolerance: float):
     # Rounding grows over many steps of momentum and batch statistics, so vision gets more room.
-    sharded = on_ranks(name)
+    sharded = run_script(EXAMPLES / f"{name}.py", RANKS)
 
-    alone = run("-c", WITHOUT_AUTOPAR.format(path=f"examples/{name}.py"))
+    alone = run_script(EXAMPLES / f"{name}.py", 0, before=without_autopar)
     assert len(losses(sharded)) >= 10
     assert losses(sharded) == pytest.approx(losses(alone), rel=tolerance)
     assert losses(sharded)[-1] < losses(sharded)[0]

@@ -7,8 +7,9 @@
 `function` is a module-level function of a test module. A task that takes too long
 kills all ranks and fails the test; the next task starts new ones.
 
-The process that ranks are forked from has no threads and has run nothing: a rank starts as if it were new,
-without the seconds that its imports take. Its environment is the one in which the first pool was started.
+The process that ranks are forked from has no threads and no process group: a rank starts as if it were new, without
+the seconds of its imports and of the first program that is captured, planned and stepped (`tests.support.warm`).
+Its environment is the one in which the first pool was started.
 Forked ranks hash alike. Ranks of a job do not, so that what depends on the order of a set differs from rank to
 rank there: `RankPool(2, forked=False)` has an interpreter of its own for each rank.
 """
@@ -25,14 +26,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 _IMPORTED = (
     "pytest", "sympy.tensor.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.testing",
-    "autopar.api.compiling", "tests.support.routing", "tests.support.training",
+    "autopar.api.compiling", "tests.support.routing", "tests.support.training", "tests.support.warm",
 )  # fmt: skip
-"""What ranks would import otherwise, each by itself."""
+"""What ranks would import, and do for the first time, otherwise, each by itself."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,7 @@ class RankPool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver" if self._forked else "spawn")
-        if self._forked:
-            context.set_forkserver_preload([*_IMPORTED])
+        context: Any = forking() if self._forked else multiprocessing.get_context("spawn")
         self._started += 1
         store = str(Path(self._folder.name) / f"store{self._started}")
         for rank in range(self._ranks):
@@ -132,6 +132,13 @@ class RankPool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+
+
+def forking() -> ForkServerContext:
+    """Return the context whose processes are forks of one that has imported, and done once, what ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED])
+    return context
 
 
 def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
