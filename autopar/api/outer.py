@@ -26,7 +26,7 @@ from autopar.figures import format_bytes
 from autopar.progress import Progress
 from autopar.search.ilp import Solution
 from autopar.search.meshes import MeshAxis
-from autopar.search.trials import Trial
+from autopar.search.trials import Recompute, Trial, near_sizes
 
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
@@ -36,6 +36,9 @@ _UNLIKELY = 1.25
 
 _SLOWER = 1.1
 """The same, of estimates corrected by how far those of trials of the same kind were off."""
+
+_CLIMBED = 6
+"""Trials at most with micro-batches of about the size of the best plan's."""
 
 _REFINED = 2
 """Pipelines whose other schedules are tried."""
@@ -57,7 +60,7 @@ class Outer:
     solving: Solving
     wishes: Wishes
     progress: Progress
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.process_time)
     mixes: bool = False
     """Whether blocks may be recomputed each in its way."""
 
@@ -69,6 +72,9 @@ class Outer:
     _fluid: dict[Trial, Best] = field(init=False, default_factory=dict)
     _likely: dict[Trial, float] = field(init=False, default_factory=dict)
     """Estimated seconds of trials that are not the whole program."""
+
+    _left: set[Trial] = field(init=False, default_factory=set)
+    """Trials that were left out for their estimates alone."""
 
     def __post_init__(self) -> None:
         """Prepare bounds."""
@@ -90,7 +96,7 @@ class Outer:
     @property
     def left_s(self) -> float:
         """Return what is left of the time limit."""
-        return self.solving.options.time_limit - (time.monotonic() - self.started)
+        return self.solving.options.time_limit - (time.process_time() - self.started)
 
     def run(self, whole: Sequence[Trial], others: Sequence[Trial]) -> None:
         """Fill `solved`: the whole program's trials first."""
@@ -138,6 +144,7 @@ class Outer:
             )
             relaxed, solutions = relaxed + done[0], solutions + done[1]
         self._give_up(queue)
+        self._climb()
         self._refine()
 
     def first_that_fits(self) -> Solved | None:
@@ -271,6 +278,44 @@ class Outer:
         simplest = self.wishes.wanted(trial.depth)
         return list(dict.fromkeys([self._fluid_of(trial).wanted or simplest, simplest]))
 
+    def _climb(self) -> None:
+        """Try micro-batches of about the size of the most promising plan's: sizes that are far apart came first.
+
+        A size that just fits is often between one that does not and one that wastes time on small operators.
+        """
+        left = _CLIMBED
+        while left > 0 and self.left_s > 0 and self.wishes.microbatch is None:
+            found = [one for one in self.solved if one.outcome is not None and isinstance(one.trial.recompute, str)]
+            best = min(found, key=lambda each: each.step_s / self._slack(each.trial), default=None)
+            near = [] if best is None else self._near(best.trial)
+            if not near:
+                return
+            likely = self._estimates.more(near, fits=self.best is not None)
+            # What fits with nothing recomputed rules out its like; that it looks slow rules out nothing here.
+            near = sorted(near, key=lambda each: (each.recompute != "none", likely[each]))[:left]
+            left -= len(near)
+            for trial in near:
+                if self.left_s > 0 and not self._needs_less(trial):
+                    self.solved = [one for one in self.solved if one.trial != trial]
+                    self._left.discard(trial)
+                    self._best_first([trial], "try other micro-batches", 1)
+
+    def _near(self, trial: Trial) -> list[Trial]:
+        """Return trials next to one that were not tried and may be better."""
+        ways: list[Recompute] = ["none", "full"] if self.mixes else [trial.recompute]
+        known = {one.trial for one in self.solved if one.trial not in self._left}
+        near = [
+            replace(each, recompute=way) for way in ways for each in near_sizes(trial, self.solving.program.batch_size)
+        ]
+        return [
+            each
+            for each in near
+            if each not in known
+            and self._too_large(each) is None
+            and not self._is_beaten(each)
+            and not self._is_good(self._fluid_of(each).step_s)
+        ]
+
     def _refine(self) -> None:
         """Try the other schedules on the best pipelines, where the schedule is open."""
         if not self.wishes.schedule_is_open:
@@ -395,6 +440,8 @@ class Outer:
             bound = self._known_bound_s(trial)
             sure = "at least" if self.solving.proves(trial) else "about"
             why = f"{sure} {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
+            if not self._is_beaten(trial):
+                self._left.add(trial)
             if bound == inf:
                 why = self._estimates.no_price.get(shape_of(trial).width, WHY_NOT["infeasible"])
             late = bound < inf and self.best is None and self.left_s <= 0
