@@ -10,9 +10,10 @@ fast the machine is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heapreplace
+from itertools import product
 from math import ceil, inf
 
 from autopar.api.estimating import Estimates
@@ -25,7 +26,7 @@ from autopar.api.wishes import Wishes
 from autopar.figures import format_bytes
 from autopar.progress import Progress
 from autopar.search.ilp import Solution
-from autopar.search.meshes import MeshAxis
+from autopar.search.meshes import Candidate, MeshAxis, Role
 from autopar.search.trials import Recompute, Trial, near_sizes
 
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
@@ -48,6 +49,9 @@ _LIGHTENED = 3
 
 _PROVEN = 8
 """Trials that are relaxed only to say how much better a plan could be that recomputes less."""
+
+_IN_FREE: tuple[Role, ...] = ("tp", "dp_replicate", "dp_shard")
+"""Roles of axes that do nothing which free ones cannot."""
 
 _BOUNDED = 400
 """Trials at most whose blocks are bounded as a fluid."""
@@ -384,11 +388,17 @@ class Outer:
                 return
             proven.add(least.trial)
             bound_s = self._fluid_of(least.trial).step_s
-            if bound_s == 0.0 and self._is_open(least):
-                if relaxed < _PROVEN and self.left_s > 0 and _without(least.trial) not in self._free_s:
+            unknown = bound_s == 0.0 and self._is_open(least)
+            if not self._is_good(bound_s) and relaxed < _PROVEN and self.left_s > 0:
+                whole = Trial(least.trial.ranks)
+                if unknown and _without(least.trial) not in self._free_s:
                     self._relax_plain(least.trial)
                     relaxed += 1
-                bound_s = self._lightest_s(least.trial)
+                elif not unknown and least.trial.replicas > 1 and _kin(whole) not in self._free_s:
+                    # Collectives of gradients and parameters are in no fluid.
+                    self._relax_plain(whole)
+                    relaxed += 1
+            bound_s = self._lightest_s(least.trial) if unknown else max(bound_s, self._known_bound_s(least.trial))
             if least.outcome is None and bound_s == inf:
                 found = ruled_out(least.trial, inf)
                 least.solution, least.why_not = found.solution, found.why_not
@@ -429,11 +439,9 @@ class Outer:
     def _known_bound_s(self, trial: Trial) -> float:
         """Return a bound from what was relaxed before."""
         found = [self._free_s.get(_kin(replace(trial, recompute="none")), 0.0), self._estimates.bound_s(trial)]
-        if trial.depth == 1:
-            whole = _kin(Trial(trial.ranks))
-            free = _kin(Trial(tuple(MeshAxis("free", a.size) if a.role == "tp" else a for a in trial.ranks)))
-            found += [self._free_s.get(whole, 0.0), self._free_s.get(free, 0.0)]
-        return max(found)
+        # Stages on their mesh, one after another, are the whole program on it.
+        whole_s = max(self._free_s.get(_kin(Trial(ranks)), 0.0) for ranks in _freer(trial.ranks))
+        return max(*found, whole_s / self.solving.at_once(trial))
 
     def _give_up(self, trials: Iterable[Trial]) -> None:
         for trial in trials:
@@ -447,6 +455,21 @@ class Outer:
             late = bound < inf and self.best is None and self.left_s <= 0
             solution = Solution("time_limit" if late else "cutoff", (), inf, bound)
             self.solved.append(Solved(trial, solution, why_not=WHY_NOT["time_limit"] if late else why))
+
+
+def _freer(ranks: Candidate) -> Iterator[Candidate]:
+    """Yield a mesh and those with free axes in place of some: these can do whatever it can."""
+    beside_experts = any(axis.role == "ep" for axis in ranks)  # some of what axes are there, free ones are not
+    yield from product(
+        *(
+            [axis] if axis.role not in _IN_FREE or (beside_experts and axis.role != "tp") else [axis, _free(axis)]
+            for axis in ranks
+        )
+    )
+
+
+def _free(axis: MeshAxis) -> MeshAxis:
+    return replace(axis, role="free")
 
 
 def _kin(trial: Trial) -> tuple[object, ...]:
