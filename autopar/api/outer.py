@@ -38,7 +38,7 @@ _UNLIKELY = 1.25
 _SLOWER = 1.1
 """The same, of estimates corrected by how far those of trials of the same kind were off."""
 
-_CLIMBED = 6
+_CLIMBED = 4
 """Trials at most with micro-batches of about the size of the best plan's."""
 
 _REFINED = 2
