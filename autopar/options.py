@@ -95,7 +95,7 @@ class PlanOptions:
     """Share of a device's memory that stays free."""
 
     time_limit: float = 60.0
-    """Seconds that the search may take."""
+    """Seconds of computing that the search may take: a busy machine takes longer, to the same plan."""
 
     gap: float = 0.01
     """Share by which the plan may be slower than the proven bound."""

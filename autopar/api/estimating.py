@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf, log
@@ -58,6 +59,14 @@ class Estimates:
         for trial in trials:
             wanted.setdefault(shape_of(trial).width, set()).add(self._size(trial))
         self._sizes = {width: _spread(sorted(sizes), _SAMPLED) for width, sizes in wanted.items()}
+        return {trial: self._estimate_s(trial, fits=fits) for trial in trials}
+
+    def more(self, trials: Sequence[Trial], *, fits: bool) -> dict[Trial, float]:
+        """Return the same of further trials."""
+        for trial in trials:
+            sizes, size = self._sizes.setdefault(shape_of(trial).width, []), self._size(trial)
+            if not sizes or not sizes[0] <= size <= sizes[-1]:
+                insort(sizes, size)
         return {trial: self._estimate_s(trial, fits=fits) for trial in trials}
 
     def slack(self, trial: Trial) -> float:

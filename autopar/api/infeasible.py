@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, gcd, prod
 
 from autopar.api.pipelining import Wanted
+from autopar.api.solving import Solved
 from autopar.costs.held import output_bytes
 from autopar.costs.liveness import local_bytes
 from autopar.costs.outcome import Outcome
@@ -14,7 +15,8 @@ from autopar.figures import format_bytes
 from autopar.ir.plan import Estimates
 from autopar.ir.roles import is_view
 from autopar.options import PlanOptions
-from autopar.search.meshes import DATA, MeshAxis
+from autopar.search.meshes import DATA, Candidate, MeshAxis
+from autopar.search.trials import Trial
 from cost_models.cluster import ClusterSpec
 
 _LARGEST = 3
@@ -135,6 +137,21 @@ def outputs(outcome: Outcome, estimates: Estimates) -> InfeasibleError:
         f"{format_bytes(estimates.memory_budget_bytes)}; leave --keep-outputs out, give --memory-margin a smaller "
         "share, or --fix recompute=full to make room"
     )
+
+
+def thriftiest(failed: Sequence[Solved], held: Callable[[Trial], float]) -> list[Solved]:
+    """Return, of what did not fit, the trial of each mesh that needs least, those first that are to hold least."""
+    best: dict[Candidate, Solved] = {}
+    for one in failed:
+        known = best.get(one.trial.ranks)
+        if one.trial.depth == 1 and (known is None or thrift(one) > thrift(known)):
+            best[one.trial.ranks] = one
+    return sorted(best.values(), key=lambda each: held(each.trial))
+
+
+def thrift(one: Solved) -> tuple[bool, int]:
+    """Return whether all is recomputed, and how many micro-batches there are: what needs less memory is larger."""
+    return one.trial.recompute == "full", one.trial.microbatches
 
 
 def _undivided(least: Outcome, ranks: Sequence[MeshAxis]) -> list[str]:

@@ -51,14 +51,14 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s
         return None
     ways = _ways(again)
     rooms = list(_staged_rooms(again, one.outcome, one.pipeline) if one.pipeline else _rooms(again))
-    ends = time.monotonic() + left_s
+    ends = time.process_time() + left_s
     least = max(room.held_bytes for room in rooms)
     low, limit, best = least, float(solving.budget), None
     high = inf
     for _ in range(_TRIES):
         chosen = cheapest(ways, rooms, limit)
         recompute = _named(again.paths, _plainest(ways, chosen)) if chosen is not None else "full"
-        left_s = ends - time.monotonic()
+        left_s = ends - time.process_time()
         if chosen is None or recompute == "full" or left_s <= 0:
             break
         saved_s = float((ways.seconds[:, -1] - ways.seconds[np.arange(len(chosen)), chosen]).sum())
@@ -78,7 +78,7 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s
         if limit - low < _WORTH * solving.budget:
             break
     if best is not None and best.outcome is not None and len(best.outcome.pricing.clusters) <= _SMALL:
-        anew = _solved(solving, wishes, best, best.trial.recompute, ends - time.monotonic())
+        anew = _solved(solving, wishes, best, best.trial.recompute, ends - time.process_time())
         return anew or best
     return best
 

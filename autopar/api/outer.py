@@ -10,9 +10,10 @@ fast the machine is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heapreplace
+from itertools import product
 from math import ceil, inf
 
 from autopar.api.estimating import Estimates
@@ -25,8 +26,8 @@ from autopar.api.wishes import Wishes
 from autopar.figures import format_bytes
 from autopar.progress import Progress
 from autopar.search.ilp import Solution
-from autopar.search.meshes import MeshAxis
-from autopar.search.trials import Trial
+from autopar.search.meshes import Candidate, MeshAxis, Role
+from autopar.search.trials import Recompute, Trial, near_sizes
 
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
@@ -37,6 +38,9 @@ _UNLIKELY = 1.25
 _SLOWER = 1.1
 """The same, of estimates corrected by how far those of trials of the same kind were off."""
 
+_CLIMBED = 4
+"""Trials at most with micro-batches of about the size of the best plan's."""
+
 _REFINED = 2
 """Pipelines whose other schedules are tried."""
 
@@ -45,6 +49,9 @@ _LIGHTENED = 3
 
 _PROVEN = 8
 """Trials that are relaxed only to say how much better a plan could be that recomputes less."""
+
+_IN_FREE: tuple[Role, ...] = ("tp", "dp_replicate", "dp_shard")
+"""Roles of axes that do nothing which free ones cannot."""
 
 _BOUNDED = 400
 """Trials at most whose blocks are bounded as a fluid."""
@@ -57,7 +64,7 @@ class Outer:
     solving: Solving
     wishes: Wishes
     progress: Progress
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.process_time)
     mixes: bool = False
     """Whether blocks may be recomputed each in its way."""
 
@@ -69,6 +76,9 @@ class Outer:
     _fluid: dict[Trial, Best] = field(init=False, default_factory=dict)
     _likely: dict[Trial, float] = field(init=False, default_factory=dict)
     """Estimated seconds of trials that are not the whole program."""
+
+    _left: set[Trial] = field(init=False, default_factory=set)
+    """Trials that were left out for their estimates alone."""
 
     def __post_init__(self) -> None:
         """Prepare bounds."""
@@ -90,7 +100,7 @@ class Outer:
     @property
     def left_s(self) -> float:
         """Return what is left of the time limit."""
-        return self.solving.options.time_limit - (time.monotonic() - self.started)
+        return self.solving.options.time_limit - (time.process_time() - self.started)
 
     def run(self, whole: Sequence[Trial], others: Sequence[Trial]) -> None:
         """Fill `solved`: the whole program's trials first."""
@@ -138,6 +148,7 @@ class Outer:
             )
             relaxed, solutions = relaxed + done[0], solutions + done[1]
         self._give_up(queue)
+        self._climb()
         self._refine()
 
     def first_that_fits(self) -> Solved | None:
@@ -271,6 +282,44 @@ class Outer:
         simplest = self.wishes.wanted(trial.depth)
         return list(dict.fromkeys([self._fluid_of(trial).wanted or simplest, simplest]))
 
+    def _climb(self) -> None:
+        """Try micro-batches of about the size of the most promising plan's: sizes that are far apart came first.
+
+        A size that just fits is often between one that does not and one that wastes time on small operators.
+        """
+        left = _CLIMBED
+        while left > 0 and self.left_s > 0 and self.wishes.microbatch is None:
+            found = [one for one in self.solved if one.outcome is not None and isinstance(one.trial.recompute, str)]
+            best = min(found, key=lambda each: each.step_s / self._slack(each.trial), default=None)
+            near = [] if best is None else self._near(best.trial)
+            if not near:
+                return
+            likely = self._estimates.more(near, fits=self.best is not None)
+            # What fits with nothing recomputed rules out its like; that it looks slow rules out nothing here.
+            near = sorted(near, key=lambda each: (each.recompute != "none", likely[each]))[:left]
+            left -= len(near)
+            for trial in near:
+                if self.left_s > 0 and not self._needs_less(trial):
+                    self.solved = [one for one in self.solved if one.trial != trial]
+                    self._left.discard(trial)
+                    self._best_first([trial], "try other micro-batches", 1)
+
+    def _near(self, trial: Trial) -> list[Trial]:
+        """Return trials next to one that were not tried and may be better."""
+        ways: list[Recompute] = ["none", "full"] if self.mixes else [trial.recompute]
+        known = {one.trial for one in self.solved if one.trial not in self._left}
+        near = [
+            replace(each, recompute=way) for way in ways for each in near_sizes(trial, self.solving.program.batch_size)
+        ]
+        return [
+            each
+            for each in near
+            if each not in known
+            and self._too_large(each) is None
+            and not self._is_beaten(each)
+            and not self._is_good(self._fluid_of(each).step_s)
+        ]
+
     def _refine(self) -> None:
         """Try the other schedules on the best pipelines, where the schedule is open."""
         if not self.wishes.schedule_is_open:
@@ -339,11 +388,17 @@ class Outer:
                 return
             proven.add(least.trial)
             bound_s = self._fluid_of(least.trial).step_s
-            if bound_s == 0.0 and self._is_open(least):
-                if relaxed < _PROVEN and self.left_s > 0 and _without(least.trial) not in self._free_s:
+            unknown = bound_s == 0.0 and self._is_open(least)
+            if not self._is_good(bound_s) and relaxed < _PROVEN and self.left_s > 0:
+                whole = Trial(least.trial.ranks)
+                if unknown and _without(least.trial) not in self._free_s:
                     self._relax_plain(least.trial)
                     relaxed += 1
-                bound_s = self._lightest_s(least.trial)
+                elif not unknown and least.trial.replicas > 1 and _kin(whole) not in self._free_s:
+                    # Collectives of gradients and parameters are in no fluid.
+                    self._relax_plain(whole)
+                    relaxed += 1
+            bound_s = self._lightest_s(least.trial) if unknown else max(bound_s, self._known_bound_s(least.trial))
             if least.outcome is None and bound_s == inf:
                 found = ruled_out(least.trial, inf)
                 least.solution, least.why_not = found.solution, found.why_not
@@ -384,22 +439,37 @@ class Outer:
     def _known_bound_s(self, trial: Trial) -> float:
         """Return a bound from what was relaxed before."""
         found = [self._free_s.get(_kin(replace(trial, recompute="none")), 0.0), self._estimates.bound_s(trial)]
-        if trial.depth == 1:
-            whole = _kin(Trial(trial.ranks))
-            free = _kin(Trial(tuple(MeshAxis("free", a.size) if a.role == "tp" else a for a in trial.ranks)))
-            found += [self._free_s.get(whole, 0.0), self._free_s.get(free, 0.0)]
-        return max(found)
+        # Stages on their mesh, one after another, are the whole program on it.
+        whole_s = max(self._free_s.get(_kin(Trial(ranks)), 0.0) for ranks in _freer(trial.ranks))
+        return max(*found, whole_s / self.solving.at_once(trial))
 
     def _give_up(self, trials: Iterable[Trial]) -> None:
         for trial in trials:
             bound = self._known_bound_s(trial)
             sure = "at least" if self.solving.proves(trial) else "about"
             why = f"{sure} {bound:.4g} s" if self._is_beaten(trial) else "not tried: others looked better"
+            if not self._is_beaten(trial):
+                self._left.add(trial)
             if bound == inf:
                 why = self._estimates.no_price.get(shape_of(trial).width, WHY_NOT["infeasible"])
             late = bound < inf and self.best is None and self.left_s <= 0
             solution = Solution("time_limit" if late else "cutoff", (), inf, bound)
             self.solved.append(Solved(trial, solution, why_not=WHY_NOT["time_limit"] if late else why))
+
+
+def _freer(ranks: Candidate) -> Iterator[Candidate]:
+    """Yield a mesh and those with free axes in place of some: these can do whatever it can."""
+    beside_experts = any(axis.role == "ep" for axis in ranks)  # some of what axes are there, free ones are not
+    yield from product(
+        *(
+            [axis] if axis.role not in _IN_FREE or (beside_experts and axis.role != "tp") else [axis, _free(axis)]
+            for axis in ranks
+        )
+    )
+
+
+def _free(axis: MeshAxis) -> MeshAxis:
+    return replace(axis, role="free")
 
 
 def _kin(trial: Trial) -> tuple[object, ...]:

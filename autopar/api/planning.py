@@ -6,11 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, gcd, inf, prod
 
 from autopar.api import infeasible
 from autopar.api.admitted import require_admitted
 from autopar.api.describing import PEAK_DTYPE, described
+from autopar.api.kinds import shape_of
 from autopar.api.microbatching import nothing_divides
 from autopar.api.naming import name_axes, repeating, wished
 from autopar.api.outer import Outer
@@ -54,6 +56,10 @@ top of its price is never in its favour.
 """
 
 
+_SMALLEST = 4
+"""Meshes on which the smallest plan is sought, for an error that says how far it is from fitting."""
+
+
 @dataclass
 class Planner:
     """One run of the outer search."""
@@ -74,7 +80,7 @@ class Planner:
             UnknownOperatorError: `strict`, and some operators have no sharding rule.
             UsageError: the cluster or a wish is not plannable.
         """
-        started = time.monotonic()
+        started = time.process_time()
         wishes = read_wishes(self.options)
         check_names(self.program.graph, wishes)
         require_admitted(self.program.graph, wishes.fixed)
@@ -91,7 +97,7 @@ class Planner:
             raise self._infeasible(wishes, outer.solved)
         if not outer.interrupted:
             best = self._plainer(best, outer, wishes)
-        return self._finish(best, outer, time.monotonic() - started)
+        return self._finish(best, outer, time.process_time() - started)
 
     def _recompute_ways(self) -> tuple[Uniform, ...]:
         """Return the recomputations to try in order: the next one where nothing fits with those before."""
@@ -254,8 +260,8 @@ class Planner:
         allowed = best.step_s * (1.0 + _INDISTINCT)
         if best.trial.depth > 1 or best.trial.microbatches > 1:
             plain = [each for each in outer.solved if each.trial.depth == 1 and each.trial.microbatches == 1]
-            chosen = min(plain, key=lambda each: each.step_s, default=best)
-            if chosen.step_s <= allowed:
+            chosen = min(plain, key=lambda each: each.step_s, default=None)
+            if chosen is not None and chosen.step_s <= allowed:
                 best.why_not = "as fast within what predictions can tell, and has more parts"
                 best = chosen
         wanted = wishes.zero is not None or "dp_shard" in wishes.fixed
@@ -292,8 +298,12 @@ class Planner:
         no_price = ""
         failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
         if wishes.depth not in {None, 1} and failed:
-            return self._no_stages(wishes, max(failed, key=_thrift).why_not)
-        for one in _thriftiest(failed):
+            return self._no_stages(wishes, max(failed, key=infeasible.thrift).why_not)
+        held = partial(self._least_bytes, wishes=wishes)
+        tried = 0
+        for one in infeasible.thriftiest(failed, held):
+            if tried == _SMALLEST:
+                break
             try:
                 links, pricing = self._solving.price(one.trial, wishes)
             except InfeasibleError as error:
@@ -302,6 +312,7 @@ class Planner:
             except CostModelError as error:
                 no_price = no_price or str(error)
                 continue
+            tried += 1
             found = smallest_peak(pricing.table, Limits(self._solving.budget, 20.0, 0.01, self.options.seed))
             if not found.options:
                 continue
@@ -315,6 +326,10 @@ class Planner:
             why = no_price or (failed[0].why_not if failed else "no candidate mesh admits a plan")
             return infeasible.wishes(why)
         return infeasible.memory(least, ranks, self._solving.budget, self.cluster, self.options)
+
+    def _least_bytes(self, trial: Trial, wishes: Wishes) -> float:
+        """Return about what a rank holds at least."""
+        return self._solving.rough(trial.recompute, wishes).least_bytes(shape_of(trial))
 
     def _no_stages(self, wishes: Wishes, why: str) -> InfeasibleError:
         """Return the error about stages that are asked for, of which `why` tells what one mesh inside them lacks."""
@@ -405,22 +420,6 @@ def _splits_of_batch(samples: int, mesh: Mesh, repeats: Sequence[Axis]) -> tuple
             elif axis not in repeats:
                 parts *= axis.size
     return parts, idle
-
-
-def _thriftiest(failed: Sequence[Solved]) -> list[Solved]:
-    """Return, of what did not fit, the trials that need least: one a mesh, most recomputed, most micro-batches."""
-    whole = [one for one in failed if one.trial.depth == 1]
-    best: dict[Candidate, Solved] = {}
-    for one in whole:
-        known = best.get(one.trial.ranks)
-        if known is None or _thrift(one) > _thrift(known):
-            best[one.trial.ranks] = one
-    most = max((one.trial.microbatches for one in best.values()), default=1)
-    return [one for one in best.values() if one.trial.microbatches == most or most == 1]
-
-
-def _thrift(one: Solved) -> tuple[bool, int]:
-    return one.trial.recompute == "full", one.trial.microbatches
 
 
 def _solver(

@@ -62,7 +62,9 @@ def plan(
         ),
     ] = None,
     memory_margin: Annotated[str | None, typer.Option(metavar="SHARE", help="Memory to keep free [10%].")] = None,
-    time_limit: Annotated[str | None, typer.Option(metavar="SECONDS", help="Of the search [60].")] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(metavar="SECONDS", help="Computing time of the search [60].")
+    ] = None,
     gap: Annotated[
         str | None, typer.Option(metavar="SHARE", help="Distance from the proven bound to stop at [0.01].")
     ] = None,

@@ -47,11 +47,11 @@ def solve_program(program: Ilp, limits: Limits) -> Solution:
     finds does not fit, assignments near the relaxation come again, and one within the gap of what the whole program
     proved ends the search.
     """
-    started = time.monotonic()
+    started = time.process_time()
     table, start = program.table, None
 
     def left() -> Limits:
-        return replace(limits, seconds=limits.seconds - (time.monotonic() - started))
+        return replace(limits, seconds=limits.seconds - (time.process_time() - started))
 
     def peak_of(found: Solution) -> tuple[int, float]:
         curve = memory_curve(table, found.options, program.copies(found.options))

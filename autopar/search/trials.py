@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -75,6 +75,22 @@ def sizes_worth_trying(samples: int, depth: int) -> list[int]:
         if (not found or size >= 2 * found[-1]) and (busy or not found):
             found.append(size)
     return found
+
+
+def near_sizes(trial: Trial, batch: int) -> list[Trial]:
+    """Return a trial with micro-batches of all other sizes that are at most twice or at least half its own.
+
+    None where the batch does not divide by the mesh, or axes are free: how many samples a rank has is then open.
+    """
+    if batch % trial.replicas or any(axis.role == "free" for axis in trial.ranks):
+        return []
+    samples, count, ranks = batch // trial.replicas, trial.microbatches, trial.ranks
+    near = [each for each in range(1, samples + 1) if samples % each == 0 and count <= 2 * each and each <= 2 * count]
+    return [
+        replace(trial, mesh=(MeshAxis("microbatch", each), *ranks) if each > 1 else ranks)
+        for each in near
+        if each != count
+    ]
 
 
 def in_time(meshes: Iterable[Candidate], batch: int, depth: int, microbatch: int | None) -> list[Candidate]:

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,7 @@ def test_plans_and_programs_do_not_depend_on_the_hash_seed(tmp_path: Path):
 def plan_at(monkeypatch: pytest.MonkeyPatch, pace_s: float) -> autopar.Plan:
     """Return the plan made on a clock that goes on by `pace_s` whenever it is read."""
     ticks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: next(ticks) * pace_s)
+    clock = SimpleNamespace(process_time=lambda: next(ticks) * pace_s)
     with torch.device("meta"):
         model, x = Mlp(512, 4), torch.empty(256, 512)
     with monkeypatch.context() as patched:
@@ -68,3 +69,16 @@ def test_plans_do_not_depend_on_how_fast_the_machine_is(monkeypatch: pytest.Monk
 
     assert fast == slow
     assert fast.solver.seconds == 60
+
+
+def test_time_that_others_had_of_the_machine_is_not_the_searchs(monkeypatch: pytest.MonkeyPatch):
+    with torch.device("meta"):
+        model, x = Mlp(512, 4), torch.empty(256, 512)
+    quiet = autopar.plan(model, "h100-sxm-80gb:4x1", example_inputs=(x, x))
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks) * 1e3)
+
+    busy = autopar.plan(model, "h100-sxm-80gb:4x1", example_inputs=(x, x))
+
+    assert busy == quiet
+    assert busy.solver.status != "time_limit"

@@ -7,6 +7,7 @@ from math import inf
 import pytest
 import torch
 
+from autopar.api.outer import _freer
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
 from autopar.api.solving import Solved, Solving
@@ -84,3 +85,31 @@ def test_nothing_is_known_of_axes_that_may_split_the_batch_or_tensors():
     found = proofs(cluster()).best(Trial((MeshAxis("free", 4),)), [], 0.0)
 
     assert found.step_s == 0.0
+
+
+@pytest.mark.parametrize("bandwidth", ["50 Mbit/s", "1 Gbit/s"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_whole_program_on_a_stages_mesh_bounds_its_pipelines(microbatches: int, bandwidth: str):
+    """It knows what gradients take to travel, which the fluid does not."""
+    proof = proofs(cluster("16 GiB", bandwidth))
+    solving, given = proof.solving, trial(2, microbatches, "none")
+
+    whole = solving.bound(Trial(given.ranks), proof.wishes, 60.0)
+    priced = solving.bound(given, proof.wishes, 60.0)
+    assert not isinstance(whole, Solved)
+    assert not isinstance(priced, Solved)
+    solved = solving.solve(priced, proof.wishes, WAYS, inf, 60.0)
+
+    assert proof.best(given, WAYS, 0.0).step_s < whole.free_s / solving.at_once(given) <= solved.step_s
+
+
+def test_free_axes_bound_what_data_and_tensor_parallel_ones_can_do():
+    """Meshes that are settled need no relaxation of their own to be proven slower."""
+    mesh = (MeshAxis("dp_replicate", 2), MeshAxis("tp", 2))
+
+    assert list(_freer(mesh)) == [
+        mesh, (mesh[0], MeshAxis("free", 2)), (MeshAxis("free", 2), mesh[1]), (MeshAxis("free", 2),) * 2
+    ]  # fmt: skip
+    assert list(_freer((MeshAxis("cp", 2),))) == [(MeshAxis("cp", 2),)]
+    experts = (MeshAxis("dp_shard", 2), MeshAxis("ep", 2))
+    assert list(_freer(experts)) == [experts]

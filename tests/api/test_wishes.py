@@ -126,6 +126,14 @@ def test_ranks_that_divide_no_parameter_are_named_where_nothing_fits() -> None:
         assert "divide no dimension" not in str(each.value)
 
 
+def test_a_mesh_that_the_model_does_not_divide_by_hides_no_other_where_nothing_fits() -> None:
+    """Six tensor-parallel ranks have the most micro-batches, and divide no matrix; nobody asked for them."""
+    with pytest.raises(InfeasibleError, match="no plan fits: even the smallest needs") as caught:
+        plan("cpu:6", batch=32, memory_margin=0.99999)
+
+    assert "tp=6" not in str(caught.value)
+
+
 def test_stages_that_do_not_fit_say_how_far_they_are() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
