@@ -140,8 +140,9 @@ class Outcome:
         graph, strategy = self.graph, self.strategy(op.name)
         metas = tuple(graph.meta(ref) for ref in op.refs)
         device, sizes = self.links.cluster.device, self.links.sizes
-        known = (facts(graph).get(op.name) for facts in (fused_traffic, narrowed_products, index_shares))
-        spent = operators.seconds(op, metas, [strategy], sizes, device, *known)
+        fused, cast = fused_traffic(graph).get(op.name), narrowed_products(graph).get(op.name)
+        shares = index_shares(graph).get(op.name)
+        spent = operators.seconds(op, metas, [strategy], sizes, device, fused, cast, shares)
         if self.microbatches > 1 and self.links.sums_whole:
             spent = spent + operators.accumulation_seconds(op, gradient_indices(graph, op), [strategy], sizes, device)
         time = None
