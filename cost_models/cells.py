@@ -17,12 +17,29 @@ _YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
 _TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
+_NARROW = re.compile(
+    r"(?:amp[_ ]?|bf16[-+_ ]*)?(?:mx)?(?:fp8|float8)(?:[-_ ]?(?:hybrid|e4m3|e5m2|ds|cs|mx|sc|blockwise|mixed))*"
+)
+"""What texts call mixed precision whose linear layers compute in fp8: by format, by scaling, by Composer's name."""
+
 _KIN: Mapping[str, str] = {
     **dict.fromkeys(("gpt2", "gpt3", "gptj", "gptneox", "pythia", "opt", "bloom", "falcon", "mpt", "nemotron"), "gpt"),
     **dict.fromkeys(("llama2", "llama3", "mistral", "qwen", "qwen2", "qwen3", "yi", "phi3"), "llama"),
     **dict.fromkeys(("internlm", "baichuan", "olmo", "smollm"), "llama"),
 }
 """Families that differ from one of the two by what hardly takes time: the kind of position, of activation, of norm."""
+
+_ENCODERS = frozenset({"bert", "roberta", "electra", "deberta", "xlmr", "encoder", "vit", "deit"})
+"""Families of the GPT's layers whose every position sees all others; of images, patches in place of tokens."""
+
+_TWO_STACKS = frozenset({"t5", "mt5", "bart", "pegasus", "ul2", "whisper", "marian", "nllb"})
+
+_RECOMPUTE: Mapping[str, str] = {
+    **dict.fromkeys(("", "none", "no", "off", "false", "0", "n/a", "disabled"), "none"),
+    **dict.fromkeys(("selective", "attention", "core_attn", "sac", "op", "per_op"), "selective"),
+    **dict.fromkeys(("full", "yes", "on", "true", "1", "uniform", "block", "layer", "all", "enabled"), "full"),
+}
+"""What tables call what runs again in backward: Megatron-LM's granularities and methods, torchtitan's modes."""
 
 _FLASH = r"flash|sdpa|fused|cudnn|triton|xformers|memory.?efficient|splash"
 _UNFUSED = r"^(unfused|no|none|eager|math|plain|standard|core|local)$"
@@ -112,21 +129,55 @@ def peak_bytes_of(row: Cells) -> float | None:
     return positive_of(row, "measured_peak_gib") * 2**30 if said else None
 
 
-def precision_of(row: Cells) -> str:
-    """Return the type of mixed precision, by torch's name or the short one."""
-    name = _TYPE_NAMES.get(text_of(row, "precision").lower())
-    return name or choice_of(row, "precision", _PRECISIONS)
+def precision_of(row: Cells) -> tuple[str, str]:
+    """Return the type of mixed precision, by torch's name or the short one, and a narrower one of products, if any.
+
+    fp8 is mixed precision in bf16 whose linear layers compute in fp8.
+    """
+    said = text_of(row, "precision").lower()
+    if _NARROW.fullmatch(said):
+        return "bf16", "fp8"
+    name = said.removeprefix("amp_").removesuffix("-mixed").removesuffix("_mixed")
+    name = _TYPE_NAMES.get(name, name)
+    if name not in _PRECISIONS:
+        raise CostModelError(f"precision is {said!r}, not one of {', '.join(_PRECISIONS)}, fp8")
+    return name, ""
+
+
+def recompute_of(row: Cells) -> str:
+    """Return what runs again in backward: `none`, `selective` or `full`; a cell that says nothing says none."""
+    said = (row.get("recompute") or "").strip().lower()
+    plain = re.sub(r"^(full|selective)[ _/:(-].*$", r"\1", said)
+    if plain not in _RECOMPUTE:
+        raise CostModelError(f"recompute is {said!r}, not one of none, selective, full")
+    return _RECOMPUTE[plain]
+
+
+def is_encoder(row: Cells) -> bool:
+    """Return whether a row's family is one whose every position sees all others."""
+    return _plain(text_of(row, "family")) in _ENCODERS
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
 def family_of(row: Cells) -> tuple[str, str]:
     """Return `gpt` or `llama`, and what was assumed of another name; empty: nothing."""
     said = text_of(row, "family")
-    plain = re.sub(r"[^a-z0-9]", "", said.lower())
+    plain = _plain(said)
     if plain in {"gpt", "llama"}:
         return plain, ""
+    if plain in _ENCODERS:
+        return "gpt", f"family {said!r} is priced as gpt without a causal mask, its head on all positions"
+    if plain in _TWO_STACKS:
+        raise CostModelError(
+            f"family is {said!r}, of an encoder and a decoder, and the columns say the sizes of one:"
+            " `autopar plan` prices such models from their code"
+        )
     if plain not in _KIN:
         raise CostModelError(
-            f"family is {said!r}, not one of gpt, llama: a table's columns say no more than their sizes;"
+            f"family is {said!r}, not one of gpt, llama, bert: a table's columns say no more than their sizes;"
             " `autopar plan` prices other models from their code"
         )
     return _KIN[plain], f"family {said!r} is priced as {_KIN[plain]}"
@@ -186,7 +237,8 @@ _DESCRIBED = ("peak_TFLOP_per_s", "memory_GiB", "memory_GB_per_s")
 def described_device(row: Cells) -> DeviceSpec | None:
     """Return the device that a row describes by its figures; None where it says none.
 
-    Efficiencies are those of the catalogue's device of the same figures, else an A100's, as in a cluster file.
+    Efficiencies are those of the catalogue's device of the same figures, else an A100's, as in a cluster file. Where
+    the rate is that of fp8, bf16's is half of it.
 
     Raises:
         CostModelError: some of the figures are missing, or the rate is that of sparse products.
@@ -194,9 +246,11 @@ def described_device(row: Cells) -> DeviceSpec | None:
     if not any((row.get(column) or "").strip() for column in _DESCRIBED):
         return None
     peak, size, rate = (positive_of(row, column) for column in _DESCRIBED)
+    precision, narrow = precision_of(row)
+    compute = {narrow: f"{peak}TFLOP/s", precision: f"{peak / 2}TFLOP/s"} if narrow else {precision: f"{peak}TFLOP/s"}
     document = {
         "memory": {"capacity": f"{size}GiB", "bandwidth": f"{rate}GB/s"},
-        "compute": {precision_of(row): f"{peak}TFLOP/s"},
+        "compute": compute,
     }
     return read_device(text_of(row, "device"), Section.of(document, "the row's columns"))
 

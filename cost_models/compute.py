@@ -77,8 +77,8 @@ FORMULAS: Mapping[str, Formula] = registry(
     ),
     Formula(
         "matmul_bytes",
-        "d*b*(m*k + k*n + m*n)",
-        (*_SIZES, ("d", "bytes of an element")),
+        "b*(d*(m*k + k*n) + r*m*n)",
+        (*_SIZES, ("d", "bytes of an operand's element"), ("r", "bytes of a result's element")),
         "operands read once, result written once",
     ),
     Formula(
@@ -128,14 +128,17 @@ libraries have slower kernels for them which use tensor cores all the same.
 _CHOICES = np.array([(*tile, split) for tile in _TILES for split in _SPLITS], dtype=np.float64)
 
 
-def matmul_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device: DeviceSpec) -> FloatArray:
+def matmul_s(
+    batch: Size, m: Size, n: Size, k: Size, dtype: str, device: DeviceSpec, result_bytes: int = 0
+) -> FloatArray:
     """Return the time in seconds of `batch` products [m, k] @ [k, n] in one kernel.
 
-    Sizes may be arrays that broadcast together. Raises `CostModelError` where
-    the device has no rate for `dtype`.
+    Sizes may be arrays that broadcast together. `result_bytes`: of an element of the result; 0: as of the operands'.
+    Raises `CostModelError` where the device has no rate for `dtype`.
     """
     sizes = [np.asarray(each, dtype=np.float64) for each in (batch, m, n, k)]
-    moved = FORMULAS["matmul_bytes"].evaluate(**_named(sizes), d=dtype_bytes(dtype))
+    item = dtype_bytes(dtype)
+    moved = FORMULAS["matmul_bytes"].evaluate(**_named(sizes), d=item, r=result_bytes or item)
     return _on_device(matmul_compute_s(batch, m, n, k, dtype, device), moved, device)
 
 
@@ -186,9 +189,10 @@ def fused_s(bytes_moved: Size, bytes_left: Size, device: DeviceSpec) -> FloatArr
 
     `bytes_moved`: as a kernel of its own; `bytes_left`: of an ideal fusion, 0 where it is part of another's kernel.
     """
-    alone, inside = memory_bound_s(bytes_moved, device), memory_bound_s(bytes_left, device)
-    left = np.where(np.asarray(bytes_left) > 0, inside, 0.0)
-    return alone + device.fusion * (left - alone)
+    alone, inside = (
+        np.where(np.asarray(each) > 0, memory_bound_s(each, device), 0.0) for each in (bytes_moved, bytes_left)
+    )
+    return np.asarray(alone + device.fusion * (inside - alone))
 
 
 def accumulate_s(sum_bytes: Size, device: DeviceSpec) -> FloatArray:
@@ -198,6 +202,17 @@ def accumulate_s(sum_bytes: Size, device: DeviceSpec) -> FloatArray:
     """
     passes = 1.0 if device.sums_in_products else 3.0 - 2.0 * device.fusion
     return memory_bound_s(np.asarray(sum_bytes, dtype=np.float64) * passes, device)
+
+
+def narrowing_s(elements: Size, item_bytes: int, dtype: str, device: DeviceSpec) -> FloatArray:
+    """Return the time in seconds of casting `elements` of `item_bytes` to the narrower `dtype`, for products.
+
+    A kernel reads them and writes two copies, one transposed, for products take both operands along their inner
+    dimension (Transformer Engine's cast-transpose; the transposed one is for the weights' gradient). Where software
+    fuses, the operator that made them writes the copies in place of them.
+    """
+    moved = np.asarray(elements, dtype=np.float64) * (item_bytes + 2 * dtype_bytes(dtype))
+    return fused_s(moved, 0.0, device)
 
 
 def attention_s(flops: Size, bytes_moved: Size, dtype: str, device: DeviceSpec) -> FloatArray:

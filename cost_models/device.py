@@ -122,11 +122,21 @@ class DeviceSpec:
     fusion: float = 0.0
     """Share of the traffic between memory-bound operators that the software's fused kernels keep off memory."""
 
+    fuses_parts: bool = False
+    """Whether a norm, a gated activation and a rotation of positions are a kernel each, forward and backward."""
+
     sums_in_products: bool = False
     """Whether a product adds its result to a sum in memory by itself (gradients of several micro-batches)."""
 
     cross_entropy: str = ""
     """Whose kernels compute cross entropy, see `Stack.cross_entropy`; empty: those of our own programs."""
+
+    narrow: str = ""
+    """The type, such as `fp8`, in which the software computes the linear layers of a model's blocks; empty: theirs.
+
+    What is added, normalised and kept stays in the operands' own type, and so do attention, embedding and the head:
+    recipes of Transformer Engine and torchao.
+    """
 
     catalog: str = ""
     """Catalogue entry that the figures come from; empty if described by the user."""

@@ -14,8 +14,8 @@ import re
 from cost_models import catalog
 from cost_models.errors import ClusterError
 
-_MAKERS = frozenset({"nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "gcd"})
-_BOARDS = frozenset({"sxm", "hgx", "dgx", "oam"})
+_MAKERS = frozenset({"nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "gcd", "rtx", "quadro"})
+_BOARDS = frozenset({"sxm", "hgx", "dgx", "oam", "nvl72", "nvl36"})
 """Ways of building in that most devices have but one of; PCIe boards are devices of their own."""
 
 _SOCKET = re.compile(r"sxm\d")

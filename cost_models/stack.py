@@ -40,6 +40,21 @@ class Stack:
     layers.py; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
     """
 
+    balances: bool = True
+    """Whether context parallelism splits positions, each rank's from both ends, or exchanges heads (DeepSpeed)."""
+
+    rings: bool = False
+    """Whether keys and values go round the ranks of context parallelism behind attention (Transformer Engine)."""
+
+    joins: bool = False
+    """Whether queries, keys and values are one product, and so gate and up of a gated feed-forward."""
+
+    fuses_parts: bool = False
+    """Whether a norm, a gated activation and a rotation of positions are a kernel each, forward and backward.
+
+    Transformer Engine's norms; `bias_swiglu_fusion` and `apply_rope_fusion` of Megatron-Core, on by default.
+    """
+
     vendor_attention: bool = False
     """Whether fused attention is that of the device's maker (Transformer Engine and XLA call cuDNN's)."""
 
@@ -95,16 +110,26 @@ class Stack:
     `grad_reduce_in_fp32 = False` in the recipes of NeMo 2 and Megatron-Bridge.
     """
 
+    core_from: int = 0
+    """Year from which it runs as Megatron-Core by that name; 0: never.
+
+    Megatron-LM of 2024: `--transformer-impl transformer_engine` became its default, then models of `megatron.core`.
+    """
+
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
         return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
 
     def of_year(self, year: int) -> Stack:
         """Return the stack as it was then."""
+        if 0 < self.core_from <= year:
+            core = _CORE_ALONE.of_year(year)
+            return core if self.kernels == "fused" else replace(core, kernels=self.kernels, cross_entropy="")
         return replace(
             self,
             float32_gradients=self.float32_gradients and not 0 < self.short_gradients_from <= year,
             hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD,
+            fuses_parts=self.fuses_parts and year >= _TRANSFORMER_ENGINE,
             reruns_all=self.reruns_all and not (self.stops_early and year >= _EARLY_STOP),
             cross_entropy="torch" if year < self.compiles_loss_from else self.cross_entropy,
         )
@@ -134,6 +159,7 @@ class Stack:
             device,
             host_s=catalog.number(entry, "host"),
             fusion=catalog.number(entry, "fusion"),
+            fuses_parts=self.fuses_parts,
             sums_in_products=self.sums_in_products,
             cross_entropy=self.cross_entropy,
             matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()},
@@ -146,6 +172,9 @@ class Stack:
 _MATURE_AFTER_YEARS = 2.0
 _FIRST_ATTENTION_KERNELS = 2023
 _ASYNCHRONOUS_BACKWARD = 2022
+_TRANSFORMER_ENGINE = 2023
+"""The first whole year of Transformer Engine; what stacks fused before is in the share that was fitted to them."""
+
 _EARLY_STOP = 2024
 """The first whole year of torch 2.1 (October 2023)."""
 
@@ -156,6 +185,9 @@ _CORE = Stack(
     overlaps=True,
     gathers_ahead=True,
     overlaps_tensor=True,
+    rings=True,
+    joins=True,
+    fuses_parts=True,
     vendor_attention=True,
     sums_in_products=True,
     cross_entropy="vocab_parallel_fused",
@@ -163,9 +195,12 @@ _CORE = Stack(
 )
 """Megatron-Core as NeMo's recipes run it: with `--tp-comm-overlap`, off by default, which Transformer Engine does."""
 
+_CORE_ALONE = replace(_CORE, overlaps_tensor=False, hides_backward=True, short_gradients_from=0)
+"""Megatron-Core as its own scripts run it."""
+
 _FRAMEWORKS = (
     (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", _CORE),
-    (r"megatron.?core", replace(_CORE, overlaps_tensor=False, hides_backward=True, short_gradients_from=0)),
+    (r"megatron.?core|mcore|primus", _CORE_ALONE),
     (
         r"megatron.?deepspeed",
         Stack(
@@ -189,10 +224,18 @@ _FRAMEWORKS = (
             cross_entropy="vocab_parallel",
         ),
     ),
-    (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True)),
+    (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True, balances=False)),
     (
         r"megatron",
-        Stack("fused", float32_gradients=True, overlaps=False, hides_backward=True, cross_entropy="vocab_parallel"),
+        Stack(
+            "fused",
+            float32_gradients=True,
+            overlaps=False,
+            joins=True,
+            hides_backward=True,
+            cross_entropy="vocab_parallel",
+            core_from=2024,
+        ),
     ),
     (
         r"composer|llm.?foundry",
@@ -200,7 +243,7 @@ _FRAMEWORKS = (
     ),
     (
         r"nanotron",
-        Stack("eager", float32_gradients=True, overlaps=True, cross_entropy="vocab_parallel"),
+        Stack("eager", float32_gradients=True, overlaps=True, joins=True, cross_entropy="vocab_parallel"),
     ),
     (
         r"torchtitan",
@@ -214,7 +257,7 @@ _FRAMEWORKS = (
         ),
     ),
     (
-        r"maxtext|pax|jax|xla",
+        r"maxtext|\bpax|paxml|jax|xla|flax|levanter|marin|easylm|t5x|praxis",
         Stack(
             "compiled",
             float32_gradients=False,
@@ -233,8 +276,8 @@ def pytorch() -> Stack:
     return Stack("eager", float32_gradients=False, overlaps=True, stops_early=True)
 
 
-_PYTORCH = r"torch|fsdp|ddp"
-"""What a framework's name contains that is plain PyTorch by its name."""
+_PYTORCH = r"torch|fsdp|ddp|lightning|accelerate|hugging|\bhf\b|transformers|axolotl|lit.?gpt|nanogpt|olmo|lingua"
+"""What a framework's name contains that is plain PyTorch by its name, or runs its operators one by one."""
 
 
 def is_known(framework: str) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from cost_models import catalog
 from cost_models.cells import (
     answer_of,
-    choice_of,
     count_of,
     degree_of,
     described_device,
@@ -19,11 +18,13 @@ from cost_models.cells import (
     family_of,
     fuses_attention,
     has_degree,
+    is_encoder,
     is_yes,
     peak_bytes_of,
     positive_of,
     precision_of,
     rate_of,
+    recompute_of,
     shard_group_of,
     text_of,
     zero_stage_of,
@@ -52,7 +53,6 @@ WHOLLY_SHARDED = 3
 _UNKNOWN = "a100-sxm-80gb"
 """The device whose kind of links, and adapters, one has that a row describes; their rates are the row's."""
 
-_RECOMPUTE = ("none", "selective", "full")
 _UNPRICED: Mapping[str, str] = {"offload": "state kept in the host's memory is not priced"}
 """Columns that other tables have, and what is not priced of them: a row is refused rather than priced without."""
 
@@ -81,6 +81,9 @@ class Architecture:
 
     is_neox: bool
     """Of the GPT family: rotary positions, an output embedding of its own (GPT-NeoX, Pythia, GPT-J)."""
+
+    causal: bool
+    """Whether a position sees those before it alone."""
 
     layers: int
     hidden: int
@@ -121,6 +124,9 @@ class TrainingRow:
     fabric: str
     seq_len: int
     precision: str
+    narrow: str
+    """The type in which linear layers of blocks compute, where it is another (`fp8`)."""
+
     dp: int
     dp_shard: int
     """Data-parallel ranks, neighbours, over which `zero` shards; what it shards is replicated across such groups."""
@@ -167,7 +173,7 @@ class TrainingRow:
         degrees += f"x{self.interleave}" if self.interleave > 1 else ""
         degrees += "".join(f" {name} {size}" for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1)
         batch = f"batch {self.micro_batch}/{self.global_batch} x {self.seq_len}"
-        more = f"zero {self.zero}, recompute {self.recompute}"
+        more = ", ".join(filter(None, (f"zero {self.zero}", f"recompute {self.recompute}", self.narrow)))
         return f"{self.id}: {self.model} on {self.gpus} {self.device}, {degrees}, {batch}, {more}"
 
 
@@ -192,6 +198,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         raise CostModelError(f"ep is {ep}, which does not divide {what}")
     framework = text_of(row, "framework")
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
+    precision, narrow = precision_of(row)
     stack = stack_of(framework, is_yes(row.get("compiled") or "")).at_zero(zero)
     read = TrainingRow(
         id=(row.get("id") or "").strip() or "row",
@@ -208,7 +215,8 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         nic_bytes_per_s=rate_of(row, "inter_node_Gbit_per_s_per_node") * _GBIT,
         fabric=row.get("fabric_note") or "",
         seq_len=count_of(row, "seq_len"),
-        precision=precision_of(row),
+        precision=precision,
+        narrow=narrow,
         dp=dp,
         dp_shard=shard_group_of(row, dp // ep, count_of(row, "gpus_per_node") // (tp * cp)),
         tp=tp,
@@ -220,7 +228,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         zero=zero,
         micro_batch=count_of(row, "micro_batch"),
         global_batch=count_of(row, "global_batch"),
-        recompute=choice_of(row, "recompute", _RECOMPUTE),
+        recompute=recompute_of(row),
         measured_step_s=positive_of(row, "measured_step_s"),
         measured_peak_bytes=peak_bytes_of(row),
         assumed="; ".join(filter(None, (of_device, *of_sizes, of_framework))),
@@ -233,7 +241,7 @@ def training_cluster(read: TrainingRow) -> ClusterSpec:
     """Return the row's machines, their devices with the software that ran on them."""
     per_node = _joined(read)
     node = shorthand_node(read.joined_like, per_node)
-    device = replace(read.stack.on(read.spec, read.year), host_waits=_host_waits(read))
+    device = replace(read.stack.on(read.spec, read.year), host_waits=_host_waits(read), narrow=read.narrow)
     links = node.links and replace(node.links, bytes_per_s=read.link_bytes_per_s or node.links.bytes_per_s)
     nic_bytes_per_s = read.nic_bytes_per_s * per_node / min(read.gpus, read.gpus_per_node)
     nic = replace(_adapter(read), bytes_per_s=nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
@@ -280,6 +288,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         family=family,
         is_nemotron="nemotron" in (row.get("model") or "").lower(),
         is_neox=re.search(_NEOX, row.get("model") or "", re.IGNORECASE) is not None,
+        causal=not is_encoder(row),
         layers=count_of(row, "layers"),
         hidden=count_of(row, "hidden"),
         heads=heads,
@@ -330,6 +339,10 @@ def _mixture(row: Mapping[str, str], family: str) -> tuple[int, int, str]:
 
 def _check(read: TrainingRow) -> None:
     sizes = read.architecture
+    if read.narrow and read.narrow not in read.spec.peak_flops:
+        raise CostModelError(
+            f"precision is {read.narrow}, for which {read.device} has no rate: it has {', '.join(read.spec.peak_flops)}"
+        )
     if read.dp * read.tp * read.pp * read.cp != read.gpus:
         by_tokens = f" x cp {read.cp}" if read.cp > 1 else ""
         raise CostModelError(f"dp {read.dp} x tp {read.tp} x pp {read.pp}{by_tokens} is not the {read.gpus} GPUs")

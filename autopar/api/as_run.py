@@ -56,7 +56,7 @@ class AsRun(Solving):
     def links(self, trial: Trial) -> Links:
         """Return the prices of moving data as the software does it."""
         sizes = tuple(axis.size for axis in trial.mesh)
-        tensor = next((place for place, axis in enumerate(trial.mesh) if axis.role == "tp"), -1)
+        tensor = _axis(trial, "tp")
         return Links(
             self.cluster,
             sizes,
@@ -67,14 +67,21 @@ class AsRun(Solving):
             gathers_ahead=self.stack.gathers_ahead,
             reduces_each=any(axis.role == "dp_shard" for axis in trial.mesh),
             kept_axis=tensor,
-            hidden_axis=tensor,
             hidden_share=self._hidden_share(trial),
             whole_axis=-1 if self.options.fix.get("sequence_parallel", True) else tensor,
             packs=False,
             flat_bytes=_block_bytes(self.program, prod(axis.size for axis in trial.mesh if axis.role == "tp")),
         )
 
-    def _hidden_share(self, trial: Trial) -> Mapping[str, float]:
+    def _hidden_share(self, trial: Trial) -> Mapping[tuple[int, str], float]:
+        """Return the shares of collectives that products hide, by axis and operation."""
+        tensor, context = _axis(trial, "tp"), _axis(trial, "cp")
+        found = {(tensor, op): share for op, share in self._hidden_tensor_share(trial).items()}
+        if self.stack.rings:
+            found |= {(context, op): 1.0 for op in ("all_gather", "reduce_scatter")}
+        return found
+
+    def _hidden_tensor_share(self, trial: Trial) -> Mapping[str, float]:
         """Return the share of tensor-parallel collectives that products hide, by operation.
 
         Where only backward's run behind weight gradients: of a layer's sums those of backward, one pass of two or,
@@ -136,6 +143,11 @@ class AsRun(Solving):
         if isinstance(cut, NoCut):
             return Solved(one.trial, solution, why_not="no cut into stages")
         return Solved(one.trial, solution, outcome, cut.step_s, pipeline=cut)
+
+
+def _axis(trial: Trial, role: str) -> int:
+    """Return the place of the axis of a role in a trial's mesh; -1: it has none."""
+    return next((place for place, axis in enumerate(trial.mesh) if axis.role == role), -1)
 
 
 def _block_bytes(graph: Graph, split: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.capture.recompute import KEPT, block_of, copies_of
 from autopar.costs.again import kept_values
+from autopar.costs.expanded import index_shares
 from autopar.costs.links import Links
 from autopar.costs.liveness import base_of, gradients_of
 from autopar.costs.operators import seconds
@@ -158,7 +159,8 @@ class Floors:
         if op.kind != "call":
             return 0.0
         metas = tuple(self.graph.meta(ref) for ref in op.refs)
-        return float(seconds(op, metas, options, links.sizes, links.cluster.device).min(initial=np.inf))
+        shares = index_shares(self.graph).get(op.name)
+        return float(seconds(op, metas, options, links.sizes, links.cluster.device, shares=shares).min(initial=np.inf))
 
 
 def _alike(work: Work, saved: Floats, late: Floats, static: Floats, elsewhere_s: float) -> Fluid:

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from autopar.api.wishes import read_wishes
 from autopar.capture import capture
 from autopar.capture.deepen import SHALLOW, deepened
 from autopar.capture.gradients import gradients_in_float32
+from autopar.capture.positions import balanced_positions
 from autopar.capture.recompute import recomputed_graph
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
@@ -42,8 +44,25 @@ from cost_models.validation import Row, Skipped
 _VOCAB_MULTIPLE = 128
 """Training codes pad the vocabulary to a multiple of this for each tensor-parallel rank (Megatron-LM's default)."""
 
-ProgramKey = tuple[Architecture, int, int, int, str, bool, bool]
-"""Sizes, vocabulary, batch, sequence, precision, and whether gradients and the loss's logits are in float32."""
+
+class ProgramKey(NamedTuple):
+    """What decides a row's program."""
+
+    sizes: Architecture
+    vocab: int
+    """As padded."""
+
+    batch: int
+    seq: int
+    precision: str
+    float32_gradients: bool
+    float32_loss: bool
+    balanced: bool
+    """Whether ranks may split positions of causal attention."""
+
+    joined: bool
+    """Whether a layer's products of one input are one."""
+
 
 _DROPOUT = 0.1
 """Of attention's scores and of what layers add, where scores are in memory: the default of GPT codes of that time."""
@@ -162,7 +181,7 @@ def _axes(read: TrainingRow, microbatches: int) -> Candidate:
 @lru_cache(maxsize=2)
 def _recomputed(key: ProgramKey, way: Uniform) -> Graph:
     """Return a program in which what is recomputed runs again; what is known of the graph stays known for all rows."""
-    graph = _graph(*key)
+    graph = _graph(key)
     return graph if way == "none" else recomputed_graph(graph, way, redraws=True)
 
 
@@ -201,26 +220,35 @@ def _program_key(read: TrainingRow) -> ProgramKey:
     vocab = read.architecture.vocab
     if vocab % (multiple // 2):
         vocab = -(-vocab // multiple) * multiple
-    float32_loss = read.stack.cross_entropy != "composer"
-    return read.architecture, vocab, read.global_batch, read.seq_len, read.precision, short, float32_loss
+    return ProgramKey(
+        read.architecture,
+        vocab,
+        read.global_batch,
+        read.seq_len,
+        read.precision,
+        float32_gradients=short,
+        float32_loss=read.stack.cross_entropy != "composer",
+        balanced=read.cp > 1 and read.stack.balances,
+        joined=read.stack.joins and read.architecture.family == "llama",
+    )
 
 
 @lru_cache(maxsize=2)
-def _graph(
-    sizes: Architecture, vocab: int, batch: int, seq: int, precision: str, long_gradients: bool, float32_loss: bool
-) -> Graph:
+def _graph(key: ProgramKey) -> Graph:
     """Return the program of a model whose parameters are of the precision's type, at full depth."""
-    settings = replace(_settings(sizes, vocab, seq, min(sizes.layers, SHALLOW)), float32_loss=float32_loss)
+    sizes = key.sizes
+    settings = replace(_settings(sizes, key, min(sizes.layers, SHALLOW)), float32_loss=key.float32_loss)
     with torch.device("meta"):
-        model = settings.model().to(_TYPES[precision]).train()
-        inputs = settings.inputs(batch, seq)
+        model = settings.model().to(_TYPES[key.precision]).train()
+        inputs = settings.inputs(key.batch, key.seq)
     captured = capture(model, inputs).graph
     row = next(path for path, each in model.named_modules() if isinstance(each, nn.ModuleList))
     graph = deepened(captured, {row: sizes.layers}) if sizes.layers > SHALLOW else captured
-    return gradients_in_float32(graph) if long_gradients else graph
+    graph = balanced_positions(graph) if key.balanced else graph
+    return gradients_in_float32(graph) if key.float32_gradients else graph
 
 
-def _settings(sizes: Architecture, vocab: int, seq: int, layers: int) -> GptSettings | LlamaSettings:
+def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings | LlamaSettings:
     if sizes.family == "llama":
         return LlamaSettings(
             layers=layers,
@@ -228,8 +256,9 @@ def _settings(sizes: Architecture, vocab: int, seq: int, layers: int) -> GptSett
             heads=sizes.heads,
             kv_heads=sizes.kv_heads,
             intermediate=sizes.ffn_hidden,
-            vocab=vocab,
-            sequence=seq,
+            vocab=key.vocab,
+            sequence=key.seq,
+            joined=key.joined,
             fused_attention=sizes.fused_attention,
             head_size=sizes.head_size,
             qk_norm=sizes.qk_norm,
@@ -243,8 +272,9 @@ def _settings(sizes: Architecture, vocab: int, seq: int, layers: int) -> GptSett
         heads=sizes.heads,
         kv_heads=sizes.kv_heads,
         intermediate=sizes.ffn_hidden,
-        vocab=vocab,
-        positions=seq,
+        vocab=key.vocab,
+        positions=key.seq,
+        causal=sizes.causal,
         tied=not (sizes.is_nemotron or sizes.is_neox),
         bias=not sizes.is_nemotron,
         squared_relu=sizes.is_nemotron,

@@ -99,11 +99,8 @@ class Links:
     reduces_each: bool = False
     """Whether each micro-batch's gradients of sharded parameters are scattered, for which whole sums have no room."""
 
-    hidden_axis: int = -1
-    """The axis some of whose collectives run behind the products beside them; -1: none."""
-
-    hidden_share: Mapping[str, float] = field(default_factory=dict)
-    """Of each operation along the hidden axis, the share of its calls that do."""
+    hidden_share: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    """Of each operation along each axis, the share of its calls that run behind the products beside them."""
 
     whole_axis: int = -1
     """The axis along which sums are made whole on every rank, never scattered; -1: none.
@@ -201,8 +198,7 @@ class Links:
         if message.op == "all_reduce" and message.axis == self.sharded[0]:
             spent = collective_s("reduce_scatter", message.bytes, hops)
             spent += 0.0 if self.gathers_ahead else self._renewal_s(message)
-        if message.axis == self.hidden_axis and message.op in self.hidden_share:
-            spent *= 1.0 - self.hidden_share[message.op] * self._overlap[message.axis]
+        spent *= 1.0 - self.hidden_share.get((message.axis, message.op), 0.0) * self._overlap[message.axis]
         yield Price(spent, host_s(message.op, message.bytes, hops))
         for inside in splits(message.op, hops) if self.two_level else ():
             parts = pieces(message.op, message.bytes, hops, inside)

@@ -13,15 +13,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.costs.fusion import Fused
+from autopar.costs.expanded import Shares
+from autopar.costs.fusion import Fused, Inside
 from autopar.costs.losses import NLL_FORWARD, loss_kernels
-from autopar.ir.graph import Graph, Op
+from autopar.costs.narrowing import Narrowed
+from autopar.ir.graph import BALANCED, Graph, Op
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.roles import is_view
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.tensor import TensorMeta
 from cost_models import compute
-from cost_models.device import DeviceSpec, canonical_dtype
+from cost_models.device import DeviceSpec, canonical_dtype, dtype_bytes
 from cost_models.weakest import strongest_peaks
 
 Seconds = NDArray[np.float64]
@@ -85,10 +87,14 @@ def seconds(
     sizes: tuple[int, ...],
     device: DeviceSpec,
     fused: Fused | None = None,
+    narrowed: Narrowed | None = None,
+    shares: Shares | None = None,
 ) -> Seconds:
     """Return the seconds of `op` on one device for each strategy; inner collectives are not included.
 
     `fused`: what of its traffic stays inside a kernel with its neighbours, where the device's software fuses.
+    `shares`: how much of each tensor that it reads is in memory; None: all.
+    `narrowed`: of a product that computes in `device.narrow`, what is cast for it; None: it computes in its own type.
 
     Raises:
         CostModelError: the device has no compute rate for the operator's type.
@@ -98,8 +104,15 @@ def seconds(
     ins = [[local_shape(m.shape, s.inputs[i], sizes) for i, m in enumerate(metas)] for s in strategies]
     outs = [[_local(m, s.outputs[i], sizes) for i, m in enumerate(op.outputs)] for s in strategies]
     if (products := [_products(op, i, o) for i, o in zip(ins, outs, strict=True)]) and products[0]:
-        return _product_seconds(products, _compute_dtype(op, metas), device) + _fresh(op, outs, device)
-    moved = np.array([_traffic(op, metas, i, o) for i, o in zip(ins, outs, strict=True)], dtype=np.float64)
+        own = _compute_dtype(op, metas)
+        if not device.narrow or narrowed is None:
+            return _product_seconds(products, own, device) + _fresh(op, outs, device)
+        cast = [sum(math.prod(shape) for shape, new in zip(each, narrowed, strict=True) if new) for each in ins]
+        elements = np.array(cast, dtype=np.float64)
+        casts = compute.narrowing_s(elements, dtype_bytes(own), device.narrow, device) * (elements > 0)
+        return _product_seconds(products, device.narrow, device, dtype_bytes(own)) + casts + _fresh(op, outs, device)
+    traffic = [_traffic(op, metas, i, o, shares=shares) for i, o in zip(ins, outs, strict=True)]
+    moved = np.array(traffic, dtype=np.float64)
     if op.target.startswith("aten._scaled_dot_product"):
         flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
         attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device)
@@ -115,7 +128,11 @@ def seconds(
     elements = np.array([max(map(math.prod, o), default=0) for o in outs], dtype=np.float64)
     work = compute.memory_bound_s(moved, device, _evaluations(op) * elements)
     if fused is not None and device.fusion:
-        left = np.array([_traffic(op, metas, i, o, fused) for i, o in zip(ins, outs, strict=True)], dtype=np.float64)
+        shapes = list(zip(ins, outs, strict=True))
+        left = np.array([_traffic(op, metas, i, o, fused.run, shares) for i, o in shapes], dtype=np.float64)
+        if device.fuses_parts:
+            moved = np.array([_traffic(op, metas, i, o, fused.part, shares) for i, o in shapes], dtype=np.float64)
+            moved += split * passes * scores
         work = compute.fused_s(moved, left + split * passes * scores, device)
     fresh = _fresh(op, outs, device) + split * made * compute.fresh_s(scores, device)
     return np.asarray(work, dtype=np.float64) + fresh
@@ -257,12 +274,12 @@ def _convolution_backward(op: Op, ins: Sequence[Shape]) -> list[tuple[int, int, 
 
 
 def _product_seconds(
-    products: Sequence[Sequence[tuple[int, int, int, int]]], dtype: str, device: DeviceSpec
+    products: Sequence[Sequence[tuple[int, int, int, int]]], dtype: str, device: DeviceSpec, result_bytes: int = 0
 ) -> Seconds:
     total = np.zeros(len(products))
     for part in zip(*products, strict=True):
         batch, m, n, k = (np.array(column, dtype=np.float64) for column in zip(*part, strict=True))
-        total += compute.matmul_s(batch, m, n, k, dtype, device)
+        total += compute.matmul_s(batch, m, n, k, dtype, device, result_bytes)
     return total
 
 
@@ -281,11 +298,16 @@ def _attention_flops(op: Op, ins: Sequence[Shape], device: DeviceSpec | None = N
 
 
 def _is_causal(op: Op) -> bool:
-    return any(arg is True for arg in op.args) or dict(op.kwargs).get("is_causal") is True
+    return any(arg is True or arg == BALANCED for arg in (*op.args, dict(op.kwargs).get("is_causal")))
 
 
 def _traffic(
-    op: Op, metas: Sequence[TensorMeta], ins: Sequence[Shape], outs: Sequence[Shape], fused: Fused | None = None
+    op: Op,
+    metas: Sequence[TensorMeta],
+    ins: Sequence[Shape],
+    outs: Sequence[Shape],
+    fused: Inside | None = None,
+    shares: Shares | None = None,
 ) -> float:
     """Return the bytes that the operator reads and writes on local shapes, without what is fused away."""
     inside = fused.writes if fused is not None else (False,) * len(outs)
@@ -298,7 +320,8 @@ def _traffic(
         return 2.0 * written
     if op.target.startswith(_WRITES_WITHOUT_READING):
         return float(written)
-    read = [math.prod(shape) * meta.item_bytes for shape, meta in zip(ins, metas, strict=True)]
+    held = shares or (1.0,) * len(ins)
+    read = [math.prod(shape) * meta.item_bytes * part for shape, meta, part in zip(ins, metas, held, strict=True)]
     if op.target in NLL_FORWARD:
         read[0] = math.prod(ins[1]) * metas[0].item_bytes
     if fused is not None:

@@ -37,6 +37,10 @@ class Const:
     value: str
 
 
+BALANCED = Const("is_causal", "balanced")
+"""In place of the `True` of a causal attention whose query positions a rank may have from both ends of the sequence, so
+that all ranks have the same share of the scores below the diagonal."""
+
 Arg = Ref | Const | int | float | bool | str | None | tuple["Arg", ...]
 """An argument: sequences are tuples whatever they were in Python."""
 

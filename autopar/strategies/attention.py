@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from autopar.ir.graph import BALANCED
 from autopar.ir.rule import Dims
 from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
@@ -39,9 +40,10 @@ def _mask(call: Call, name: str) -> Dims:
 def _whole(call: Call, *, exact: bool) -> frozenset[str]:
     """Return the factors not to split: query positions only of a kernel whose logsumexp has exactly one each.
 
-    A causal kernel counts query positions from 0, so their split would need the rank's offset.
+    A causal kernel counts query positions from 0, so their split would need the rank's offset; where a rank has
+    positions of both ends (`BALANCED`), its kernel is told which.
     """
-    return frozenset("sg") if exact and not call.arg("is_causal") else frozenset("sgl")
+    return frozenset("sg") if exact and call.arg("is_causal") in {False, None, BALANCED} else frozenset("sgl")
 
 
 def _sums(shape: tuple[int, ...], call: Call) -> tuple[Dims, bool]:

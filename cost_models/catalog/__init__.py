@@ -31,7 +31,7 @@ Value = float | int | bool | str
 
 _HERE = Path(__file__).parent
 _FILES = {
-    "devices": ("nvidia.yaml", "amd.yaml", "cpu.yaml"),
+    "devices": ("nvidia.yaml", "amd.yaml", "google.yaml", "cpu.yaml"),
     "links": ("fabrics.yaml",),
     "nics": ("fabrics.yaml",),
     "nodes": ("nodes.yaml",),

@@ -18,7 +18,12 @@ DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "training_steps.csv"
 WRONG = [
     ({"layers": ""}, "layers is missing"),
     ({"device": "h1000"}, "device 'h1000' is not in the catalogue (did you mean 'h"),
-    ({"family": "t5"}, "family is 't5', not one of gpt, llama: a table's columns say no more than their sizes"),
+    (
+        {"family": "rwkv"},
+        "family is 'rwkv', not one of gpt, llama, bert: a table's columns say no more than their sizes",
+    ),
+    ({"family": "T5"}, "family is 'T5', of an encoder and a decoder, and the columns say the sizes of one"),
+    ({"recompute": "maybe"}, "recompute is 'maybe', not one of none, selective, full"),
     ({"attention": "fast"}, "attention is 'fast', not one of flash, unfused"),
     ({"zero": ""}, "zero is missing: 0 for nothing sharded, 1 the optimizer, 2 gradients too, 3 parameters too"),
     ({"zero": "zero-4"}, "zero is 'zero-4': 0 for nothing sharded"),
@@ -35,7 +40,8 @@ WRONG = [
     ({"dp": "5"}, "dp 5 x tp 8 x pp 2 is not the 64 GPUs"),
     ({"hidden": "1024.5"}, "hidden is '1024.5', not a whole number"),
     ({"measured_step_s": "0"}, "measured_step_s is '0', not a number above 0"),
-    ({"precision": "fp8"}, "precision is 'fp8', not one of fp32, bf16, fp16"),
+    ({"precision": "nvfp4"}, "precision is 'nvfp4', not one of fp32, bf16, fp16, fp8"),
+    ({"precision": "fp8"}, "precision is fp8, for which a100-sxm-80gb has no rate: it has bfloat16, float16"),
     ({"global_batch": "30"}, "a batch of 30 does not divide into micro-batches of 1 on 4 GPUs"),
     ({"gpus_per_node": "48"}, "64 GPUs do not fill nodes of 48"),
     ({"inter_node_Gbit_per_s_per_node": "0"}, "no inter_node_Gbit_per_s_per_node"),
@@ -123,6 +129,37 @@ def test_a_mixtrals_experts_are_known_by_its_name_and_others_by_their_columns():
     found = [(each.architecture.experts, each.architecture.experts_per_token) for each in (mixtral, other)]
     assert found == [(8, 2), (128, 8)]
     assert mixtral.assumed == "experts is missing: 8, of which 2 take a token, by the model's name"
+
+
+@pytest.mark.parametrize("said", ["fp8", "FP8", "amp_fp8", "float8", "mxfp8", "fp8-hybrid", "bf16+fp8", "fp8_cs"])
+def test_fp8_is_mixed_precision_in_bf16_whose_layers_compute_in_fp8(said: str):
+    read = read_training_row({**ROW, "device": "h100-sxm-80gb", "precision": said})
+
+    assert (read.precision, read.narrow) == ("bf16", "fp8")
+    assert training_cluster(read).device.narrow == "fp8"
+    assert read.label.endswith("fp8")
+
+
+@pytest.mark.parametrize(
+    ("said", "way"),
+    [("", "none"), ("no", "none"), ("yes", "full"), ("full (block)", "full"), ("selective-2", "selective")],
+)
+def test_recomputation_is_told_by_the_names_that_tables_have_for_it(said: str, way: str):
+    assert read_training_row({**ROW, "recompute": said}).recompute == way
+
+
+def test_an_encoder_is_a_gpt_without_a_causal_mask():
+    read = read_training_row({**ROW, "family": "BERT"})
+
+    assert (read.architecture.family, read.architecture.causal) == ("gpt", False)
+    assert read.assumed.startswith("family 'BERT' is priced as gpt without a causal mask")
+
+
+def test_megatron_lm_runs_megatron_core_from_2024_on():
+    before, then = (stack_of("megatron-lm", compiled=False).of_year(year) for year in (2023, 2024))
+
+    assert (before.fuses_parts, then) == (False, stack_of("megatron-core", compiled=False).of_year(2024))
+    assert [stack_of("nemo", compiled=False).of_year(year).fuses_parts for year in (2022, 2023)] == [False, True]
 
 
 def test_columns_that_change_nothing_are_no_reason_to_refuse_a_row():

@@ -32,9 +32,9 @@ def test_a_run_reads_once_what_a_product_made_and_writes_once_what_the_next_read
     assert [op.target for op in run] == [
         "aten.mul.Tensor", "aten.tanh.default", "aten.relu.default", "aten.add.Tensor",
     ]  # fmt: skip
-    assert [found[op.name].reads for op in run] == [(False,), (True,), (True,), (True,)]
-    assert found[run[0].name].writes == (True,)
-    assert found[run[-1].name].writes == (False,)
+    assert [found[op.name].run.reads for op in run] == [(False,), (True,), (True,), (True,)]
+    assert found[run[0].name].run.writes == (True,)
+    assert found[run[-1].name].run.writes == (False,)
 
 
 def test_what_backward_reads_is_written() -> None:
@@ -43,5 +43,25 @@ def test_what_backward_reads_is_written() -> None:
 
     read_late = {ref.op for op in graph.ops if op.phase == "backward" for ref in op.refs}
     assert not any(
-        any(found[name].writes) for name in read_late if name in found and graph.by_name[name].phase == "forward"
+        any(found[name].run.writes) for name in read_late if name in found and graph.by_name[name].phase == "forward"
     )
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.RMSNorm(8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(x + 1.0)).sum()
+
+
+def test_what_a_run_does_for_one_module_is_a_kernel_that_reads_what_others_made() -> None:
+    graph = capture(Block(), (torch.empty(4, 8),)).graph
+    found = fused_traffic(graph)
+    norm = [op for op in graph.ops if op.phase == "forward" and op.module == "norm" and op.name in found]
+    of_run, of_part = (
+        sum(not each for op in norm for each in getattr(found[op.name], kernel).reads) for kernel in ("run", "part")
+    )
+
+    assert of_part == of_run + 1  # the sum, which the norm reads from memory

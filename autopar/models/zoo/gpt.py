@@ -31,6 +31,9 @@ class GptSettings:
     kv_heads: int = 0
     """Key and value heads; 0: as many as query heads."""
 
+    causal: bool = True
+    """Whether a position sees those before it alone, or all (the layers of an encoder, such as BERT's)."""
+
     bias: bool = True
     squared_relu: bool = False
     rotary_positions: bool = False
@@ -66,7 +69,7 @@ class Block(nn.Module):
         self.attention = SelfAttention(
             settings.hidden,
             settings.heads,
-            causal=True,
+            causal=settings.causal,
             kv_heads=settings.kv_heads,
             bias=settings.bias,
             fused=settings.fused_attention,

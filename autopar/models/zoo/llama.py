@@ -28,6 +28,9 @@ class LlamaSettings:
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised (Qwen3, Gemma 3)."""
 
+    joined: bool = False
+    """Whether queries, keys and values come of one product, and so gate and up (Megatron-LM, nanotron)."""
+
     rope_theta: float = 500000.0
     tied: bool = False
     experts: int = 0
@@ -68,9 +71,13 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = settings.heads, settings.kv_heads
         self.size = settings.head_size or settings.hidden // settings.heads
         self.fused = settings.fused_attention
-        self.q = nn.Linear(settings.hidden, settings.heads * self.size, bias=False)
-        self.k = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
-        self.v = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
+        self.joined = settings.joined
+        if settings.joined:
+            self.qkv = nn.Linear(settings.hidden, (settings.heads + 2 * settings.kv_heads) * self.size, bias=False)
+        else:
+            self.q = nn.Linear(settings.hidden, settings.heads * self.size, bias=False)
+            self.k = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
+            self.v = nn.Linear(settings.hidden, settings.kv_heads * self.size, bias=False)
         self.out = nn.Linear(settings.heads * self.size, settings.hidden, bias=False)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(self.size, eps=1e-6) if settings.qk_norm else nn.Identity() for _ in range(2)
@@ -79,26 +86,41 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
         b, s, _ = x.shape
-        q = rotate(self.q_norm(self.q(x).view(b, s, self.heads, self.size)), cos, sin)
-        k = rotate(self.k_norm(self.k(x).view(b, s, self.kv_heads, self.size)), cos, sin)
-        v = self.v(x).view(b, s, self.kv_heads, self.size)
+        q, k, v = self._heads(x)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         y = attend(q, k, v, causal=True, fused=self.fused)
         out: torch.Tensor = self.out(y.reshape(b, s, self.heads * self.size))
         return out
 
+    def _heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values [b, s, h, d]; joined, they are made group by group of shared keys."""
+        b, s, _ = x.shape
+        if not self.joined:
+            q = self.q(x).view(b, s, self.heads, self.size)
+            return q, *(each(x).view(b, s, self.kv_heads, self.size) for each in (self.k, self.v))
+        shared = self.heads // self.kv_heads
+        groups = self.qkv(x).view(b, s, self.kv_heads, (shared + 2) * self.size)
+        q, k, v = torch.split(groups, [shared * self.size, self.size, self.size], dim=-1)
+        return q.reshape(b, s, self.heads, self.size), k, v
+
 
 class SwiGlu(nn.Module):
-    """The gated feed-forward."""
+    """The gated feed-forward; joined, outputs of gate and up alternate, so that a split of them splits both."""
 
     def __init__(self, settings: LlamaSettings) -> None:
         super().__init__()
-        self.gate = nn.Linear(settings.hidden, settings.intermediate, bias=False)
-        self.up = nn.Linear(settings.hidden, settings.intermediate, bias=False)
+        self.joined = settings.joined
+        if settings.joined:
+            self.gate_up = nn.Linear(settings.hidden, 2 * settings.intermediate, bias=False)
+        else:
+            self.gate = nn.Linear(settings.hidden, settings.intermediate, bias=False)
+            self.up = nn.Linear(settings.hidden, settings.intermediate, bias=False)
         self.down = nn.Linear(settings.intermediate, settings.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
-        out: torch.Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1) if self.joined else (self.gate(x), self.up(x))
+        out: torch.Tensor = self.down(functional.silu(gate) * up)
         return out
 
 
