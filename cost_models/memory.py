@@ -173,7 +173,7 @@ def flat_bytes(parameters: float, state_bytes: float, gradient_item: int, *, zer
     if gradient_item == dtype_bytes("float32"):
         return bucket + 2.0 * parameters
     updated = state_bytes / _MIXED_STATE
-    if zero == _WHOLLY_SHARDED:
+    if zero == WHOLLY_SHARDED:
         updated = min(updated, _SUB_GROUP)
     return bucket + updated * (dtype_bytes("float32") + (gradient_item if zero else dtype_bytes("float32")))
 
@@ -182,7 +182,9 @@ _MIXED_STATE = 12
 """Bytes a parameter of Adam's two moments and the copy that it updates, in float32."""
 
 _SUB_GROUP = 1e9
-_WHOLLY_SHARDED = 3
+
+WHOLLY_SHARDED = 3
+"""ZeRO stage at which parameters are sharded at rest."""
 
 
 def usable_bytes(device: DeviceSpec, margin: float = 0.0) -> int:

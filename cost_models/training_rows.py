@@ -47,9 +47,6 @@ _FABRICS = (
 )
 """What a note calls a fabric, to the adapter whose efficiency and latency it has."""
 
-WHOLLY_SHARDED = 3
-"""ZeRO stage at which parameters are sharded at rest."""
-
 _UNKNOWN = "a100-sxm-80gb"
 """The device whose kind of links, and adapters, one has that a row describes; their rates are the row's."""
 

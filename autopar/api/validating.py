@@ -30,10 +30,9 @@ from autopar.options import PlanOptions
 from autopar.search.meshes import Candidate, MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
 from cost_models.errors import CostModelError
-from cost_models.memory import flat_bytes, process_bytes
+from cost_models.memory import WHOLLY_SHARDED, flat_bytes, process_bytes
 from cost_models.published import Priced
 from cost_models.training_rows import (
-    WHOLLY_SHARDED,
     Architecture,
     TrainingRow,
     read_training_row,
