@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
 from autopar.errors import InputMismatchError, StalePlanError, UsageError
+from tests.support.models import Layers
 from tests.support.ranks import RankPool
 
 FIXES = [{"dp_shard": 2}, {"pp": 2, "microbatch": 2}]
@@ -23,20 +24,6 @@ FIXES = [{"dp_shard": 2}, {"pp": 2, "microbatch": 2}]
 def pool() -> Iterator[RankPool]:
     with RankPool(2) as ranks:
         yield ranks
-
-
-class Layers(nn.Module):
-    """Layers and their loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.square().mean()
 
 
 class Saves(Layers):

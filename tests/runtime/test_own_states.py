@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from tests.support.models import Layers
 from tests.support.ranks import RankPool
 
 FIXES = [{"dp_shard": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "microbatch": 2}]
@@ -24,20 +25,6 @@ FIXES = [{"dp_shard": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "microbatch": 2}]
 def pool() -> Iterator[RankPool]:
     with RankPool(2) as ranks:
         yield ranks
-
-
-class Layers(nn.Module):
-    """Four residual layers; returns the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def _trained(fix: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:

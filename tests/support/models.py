@@ -119,3 +119,17 @@ def cases() -> dict[str, tuple[nn.Module, Any]]:
         "turned": (Turned(), (torch.randn(8, 4, 8),)),
         "tied": (Tied(), {"ids": ids, "labels": torch.randint(0, 32, (4, 8))}),
     }
+
+
+class Layers(nn.Module):
+    """Four residual layers; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
