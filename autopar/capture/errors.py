@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from autopar.errors import CaptureError, UsageError
 
+_ONE_DTYPE = "give inputs of the dtype of the model's parameters, or cast in forward (x.float(), x.to(weight.dtype))"
+
 _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
     (
         r"[Dd]ata-dependent branching|dynamic control flow|Could not guard on data-dependent",
@@ -21,8 +23,9 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         "how many rows a mask selects depends on tensor values",
         (
             "compute all rows and let the mask weigh them: for expert e of a mixture, in place of rows = torch.where("
-            "index == e), out = out + expert(x) * (weight * (index == e)).sum(-1, keepdim=True); or give each a fixed "
-            "number of rows (topk of its weights, index_add back)"
+            "index == e), out = out + expert(x) * (weight * (index == e)).sum(-1, keepdim=True), where index and "
+            "weight are of shape [tokens, experts of a token] (give those of one expert a token that dimension by "
+            "unsqueeze(-1)); or give each a fixed number of rows (topk of its weights, index_add back)"
         ),
     ),
     (
@@ -33,6 +36,11 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
             "instead of nonzero() or boolean indexing; loop over all experts of a mixture instead of those chosen: "
             "out = out + expert(x) * (weight * (index == e)).sum(-1, keepdim=True)"
         ),
+    ),
+    (
+        r"Autograd not support dtype",
+        "it computes whole numbers out of trained parameters: a layer of floats gets tensors of whole numbers, say",
+        _ONE_DTYPE,
     ),
     (
         r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError",
@@ -138,6 +146,24 @@ def attributes_stay(model: str, paths: Sequence[str]) -> str:
 def _some(paths: Sequence[str]) -> str:
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return f"the attribute{'' if len(paths) == 1 else 's'} {', '.join(paths[:_SHOWN])}{more}"
+
+
+def mixed_dtypes(model: str, operator: str, tensors: Sequence[str], where: str) -> CaptureError:
+    """Return the error for an operator whose tensors must be of one dtype; `tensors` say what each is."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: {operator} takes tensors of one dtype, and gets {', '.join(tensors)}{place}\n"
+        f"torch refuses that without autopar too: {_ONE_DTYPE}"
+    )
+
+
+def class_numbers(model: str, target: str, where: str) -> CaptureError:
+    """Return the error for a loss whose target holds classes of a dtype that torch does not look up."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: its loss takes classes of int64, and gets {target}{place}\n"
+        "torch refuses that without autopar too: give y.long()"
+    )
 
 
 def trained_elsewhere(model: str, name: str, shape: tuple[int, ...]) -> CaptureError:

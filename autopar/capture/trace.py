@@ -27,6 +27,7 @@ from autopar._torch import (
 )
 from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
+from autopar.capture.dtypes import require_dtypes
 from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
 from autopar.capture.flex import flex_attention_in_plain_operators
@@ -133,6 +134,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         loose = _restore_names(graph, program, fake)
         result = _plain_outputs(graph)
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
+        require_dtypes(joint, name)
         _drop_checks(joint)
         _make_numbers(joint)
     return Traced(joint, result, loose, changes_python=not all(each.startswith(_GLOBAL) for each in changed))

@@ -77,7 +77,11 @@ CASES: list[tuple[type[nn.Module], tuple[str, ...]]] = [
     (Selects, ("how many rows a mask selects depends on tensor values", "let the mask weigh them")),
     (
         Routes,
-        ("how many rows a mask selects depends on tensor values", "(weight * (index == e)).sum(-1, keepdim=True)"),
+        (
+            "how many rows a mask selects depends on tensor values",
+            "(weight * (index == e)).sum(-1, keepdim=True)",
+            "by unsqueeze(-1)",
+        ),
     ),
     (Breaks, ("it calls something that leaves the graph", "move that call out of forward")),
     (Mismatches, ("its forward raises on inputs of these shapes", "[4, 4] X [2, 4]")),
