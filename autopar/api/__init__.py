@@ -84,7 +84,7 @@ def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Pro
     def planned(wanted: PlanOptions) -> Plan:
         progress.phase("capture")
         graph = program_of(found.model, found.shallow, found.example_inputs, wanted.precision)
-        _check_batch(graph, wanted)
+        _check_batch(graph, wanted, "give the function a parameter 'batch' that it makes them by")
         return plan_program(graph, found.name, spec, wanted, progress, tokens_per_step=found.tokens_per_step)
 
     return fastest(planned, options)
@@ -187,10 +187,10 @@ def _precision(precision: str) -> Iterator[None]:
         yield
 
 
-def _check_batch(graph: Graph, options: PlanOptions) -> None:
+def _check_batch(graph: Graph, options: PlanOptions, way_out: str = "") -> None:
     batch = graph.batch_size
     if options.batch is not None and batch and options.batch != batch:
         raise UsageError(
-            f"the example inputs have a batch of {batch}, but batch={options.batch} was asked for; give example "
-            f"inputs of {options.batch} samples, or leave batch out"
+            f"the example inputs have a batch of {batch}, but batch={options.batch} was asked for; "
+            f"{way_out or f'give example inputs of {options.batch} samples'}, or leave batch out"
         )

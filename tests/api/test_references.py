@@ -38,3 +38,10 @@ def test_a_length_that_no_input_has_is_refused(functions: Path):
 def test_a_model_without_inputs_is_refused(functions: Path):
     with pytest.raises(UsageError, match=r"alone gives a model without example inputs; name a function that returns"):
         api.plan_reference(f"{functions}:alone", "cpu:2", PlanOptions.parse(), Silent())
+
+
+def test_a_batch_that_the_function_does_not_make_is_refused_with_the_parameter_it_lacks(functions: Path):
+    with pytest.raises(
+        UsageError, match=r"have a batch of 4, but batch=6 was asked for; give the function a parameter"
+    ):
+        api.plan_reference(f"{functions}:fixed", "cpu:2", PlanOptions.parse(batch="6"), Silent())
