@@ -26,6 +26,10 @@ BLANK = frozenset(
 
 _MOST_ELEMENTS = 1 << 24
 
+_c10d = torch.ops._c10d_functional
+_SUMMED = frozenset({_c10d.all_reduce.default, _c10d.wait_tensor.default})
+"""What gives equal elements where it reads such on every rank, and others elsewhere: this rank's own stand for it."""
+
 
 class Values:
     """Values of nodes at one random point, each computed once."""
@@ -56,7 +60,14 @@ class Values:
             return self._random(node.meta["val"])
         if node.target in BLANK:
             return torch.zeros((), dtype=node.meta["val"].dtype).expand(node.meta["val"].shape)
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._given)
+        given: Any = fx.node.map_aggregate((node.args, node.kwargs), self._given)
+        args, kwargs = given
+        if node.target in _SUMMED:
+            return args[0]
+        if node.target is _c10d.reduce_scatter_tensor.default:
+            return args[0].chunk(args[2])[0]
+        if node.target is _c10d.all_gather_into_tensor.default:
+            return torch.cat([_as_on(rank, args[0]) for rank in range(args[1])])
         target: Any = node.target
         return target(*args, **kwargs)
 
@@ -74,6 +85,22 @@ class Values:
         else:
             made = torch.randint(0, 2, shape, generator=self._generator).to(like.dtype)
         return made.expand(like.shape)
+
+
+def has_gathered(made: Iterable[fx.Node]) -> bool:
+    """Return whether a value comes of other ranks' parts: they are taken to differ, so that unequal says little."""
+    return any(node.target is _c10d.all_gather_into_tensor.default and not is_table(node) for node in made)
+
+
+def _as_on(rank: int, part: torch.Tensor) -> torch.Tensor:
+    """Return what another rank may hold where this one has `part`: equal where it is, and of other values.
+
+    Raises:
+        TypeError: places and counts, of which no others are known to be valid.
+    """
+    if not (part.is_floating_point() or part.is_complex()):
+        raise TypeError(f"{part.dtype} of another rank")
+    return part + rank * part.square() / 8
 
 
 def is_table(node: fx.Node) -> bool:

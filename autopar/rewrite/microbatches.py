@@ -17,7 +17,7 @@ from torch import fx
 from autopar._torch import LazyGraphModule
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
-from autopar.rewrite.alike import BLANK, Values, are_alike, is_table
+from autopar.rewrite.alike import BLANK, Values, are_alike, has_gathered, is_table
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import Mark, mark, over_microbatches, role
 from autopar.rewrite.partition import ancestors
@@ -139,6 +139,8 @@ def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
                 rows = int((parts[1] - parts[0]).flatten()[0]) if begins else parts[0].shape[dim]
                 parts = [part - number * rows for number, part in enumerate(parts)]
             found = [] if are_alike(parts) else [*filter(_is_named, made), source]
+            if found and has_gathered(made):
+                found = [each for each in made if _has_rows(each, captured)]
         if found:
             origin = captured.by_name[mark(node).origin]
             raise InfeasibleError(
