@@ -178,7 +178,7 @@ def _regressions(plan: Plan, baseline: Plan | None, policy: Policy) -> dict[str,
 def _other_workload(plan: Plan, baseline: Plan) -> list[str]:
     new, old = plan.workload, baseline.workload
     facts: tuple[tuple[str, object, object], ...] = (
-        ("model", old.model, new.model),
+        ("model", old.model, old.model if _is_one_model(plan, baseline) else new.model),
         ("global batch", old.global_batch, new.global_batch),
         ("tokens of a step", old.tokens_per_step, new.tokens_per_step),
     )
@@ -188,6 +188,12 @@ def _other_workload(plan: Plan, baseline: Plan) -> list[str]:
         "baseline for this work"
     )
     return [text] if differ else []
+
+
+def _is_one_model(plan: Plan, baseline: Plan) -> bool:
+    """Return whether both are of one program, or of one file's function that is named from two folders."""
+    one, other = (f"/{each.workload.model}" for each in (plan, baseline))
+    return plan.fingerprint.graph == baseline.fingerprint.graph or one.endswith(other) or other.endswith(one)
 
 
 def load_policy(path: Path) -> Policy:

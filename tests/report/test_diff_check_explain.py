@@ -85,6 +85,18 @@ def test_a_baseline_of_other_work_is_told(small_plan: Plan):
     }
 
 
+@pytest.mark.parametrize(("model", "is_same"), [("/ci/work/net.py:make", True), ("other/subnet.py:make", False)])
+def test_a_file_named_from_two_folders_is_one_model(small_plan: Plan, model: str, is_same: bool):
+    changed = replace(small_plan.fingerprint, graph="changed")
+    named = [
+        replace(small_plan, workload=replace(small_plan.workload, model=each), fingerprint=fingerprint)
+        for each, fingerprint in (("net.py:make", small_plan.fingerprint), (model, changed))
+    ]
+
+    assert ("other-workload" not in _texts(named[1], baseline=named[0])) is is_same
+    assert "other-workload" not in _texts(replace(named[1], fingerprint=small_plan.fingerprint), baseline=named[0])
+
+
 def test_a_policy_tolerates_what_it_allows(small_plan: Plan, slower_plan: Plan):
     policy = Policy(tolerance={"step_time": 0.25, "peak_memory": 0.5, "communication": 1.0})
 
