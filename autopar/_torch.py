@@ -105,6 +105,21 @@ def without_guards() -> Iterator[None]:
 
 
 @contextmanager
+def without_progress_thread() -> Iterator[None]:
+    """Keep the bars of fx's interpreter, which nobody sees, from starting the thread that tqdm has for them."""
+    bars: Any = torch.hub.tqdm  # type: ignore[attr-defined]
+    interval = getattr(bars, "monitor_interval", None)
+    if interval is None:  # torch's own stand-in where tqdm is not installed
+        yield
+        return
+    bars.monitor_interval = 0
+    try:
+        yield
+    finally:
+        bars.monitor_interval = interval
+
+
+@contextmanager
 def recorded_side_effects() -> Iterator[list[str]]:
     """Yield a list to which Dynamo adds the Python objects that what it traces changes; those that it made are none."""
     name = "get_replayed_side_effect_source_refs"

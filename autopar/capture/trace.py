@@ -24,6 +24,7 @@ from autopar._torch import (
     recorded_side_effects,
     storage_key,
     without_guards,
+    without_progress_thread,
 )
 from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
@@ -119,6 +120,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
     """Return the joint graph of the fake model on fake inputs (the forward graph alone without `with_backward`)."""
     with ExitStack() as stack:
         stack.enter_context(quiet())
+        stack.enter_context(without_progress_thread())
         stack.enter_context(_ambient(with_backward))
         stack.enter_context(without_value_checks())
         program = _Program(fake.module, call)
@@ -144,7 +146,8 @@ def trace_python(
     fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor]
 ) -> tuple[fx.GraphModule, frozenset[str]]:
     """Return the graph of forward as Dynamo reads it now, and the plain tensor attributes that it reads."""
-    with quiet(), _ambient(torch.is_grad_enabled()), without_value_checks(), without_guards():
+    ambient = _ambient(torch.is_grad_enabled())
+    with quiet(), without_progress_thread(), ambient, without_value_checks(), without_guards():
         graph = dynamo_capture(_Program(fake.module, call))(*inputs)
     read = (fake.attribute(each) for _, each in named_tensors(graph) if id(each) not in fake.names)
     return graph, frozenset(each for each in read if each is not None)

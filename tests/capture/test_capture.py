@@ -478,3 +478,14 @@ def test_a_number_that_vmap_casts_is_made_as_what_it_becomes():
 
     assert not [op for op in captured.graph.ops if op.target == "aten._to_copy.default" and not op.refs]
     torch.testing.assert_close(run(captured, model, (x,)).result, model(x))
+
+
+def test_no_thread_of_a_progress_bar_is_left(monkeypatch: pytest.MonkeyPatch):
+    bars: Any = pytest.importorskip("tqdm").tqdm
+    monkeypatch.setattr(bars, "monitor", None)
+    interval = bars.monitor_interval
+
+    capture(nn.Linear(4, 4), (torch.randn(2, 4),))
+
+    assert bars.monitor is None
+    assert bars.monitor_interval == interval > 0
