@@ -60,11 +60,12 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         ),
     ),
     (
-        r"requires_grad_\(\)",
+        r"requires_grad_\(\)|Tensor\.requires_grad",
         "its forward turns on the gradient of a tensor",
         (
             "give forward that tensor as an input that requires a gradient, and call torch.autograd.grad on it; "
-            "or take the derivative by torch.func.grad, vjp or jvp"
+            "or take the derivative by torch.func.grad, vjp or jvp; where a setting "
+            "of the model turns it on, turn that off (freeze_feature_encoder() of transformers' speech models)"
         ),
     ),
     (

@@ -60,6 +60,13 @@ class Raises(Base):
         raise ValueError("no such batch")  # here
 
 
+class Turns(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        x.requires_grad = True  # here
+        return self.linear(x).sum()
+
+
 class Cache:
     def __init__(self, kept: torch.Tensor) -> None:
         self.kept = kept
@@ -83,6 +90,7 @@ CASES: list[tuple[type[nn.Module], tuple[str, ...]]] = [
             "by unsqueeze(-1)",
         ),
     ),
+    (Turns, ("its forward turns on the gradient of a tensor", "freeze_feature_encoder()")),
     (Breaks, ("it calls something that leaves the graph", "move that call out of forward")),
     (Mismatches, ("its forward raises on inputs of these shapes", "[4, 4] X [2, 4]")),
     (Raises, ("its forward raises", "no such batch", "run the model once on these example inputs")),
