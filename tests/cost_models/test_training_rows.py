@@ -259,6 +259,26 @@ def test_software_of_the_year_a_device_came_out_is_slower_on_it():
     assert rates[0] < rates[1] < rates[2] == rates[3] < device.matmul_efficiency_for("bf16")
 
 
+def test_software_is_as_old_as_a_devices_matrix_instructions():
+    stack = pytorch()
+    rates = {
+        name: stack.on(catalogued_device(name), 2025).matmul_efficiency_for("bf16")
+        / catalogued_device(name).matmul_efficiency_for("bf16")
+        for name in ("h100-sxm-80gb", "h200", "rtx-5090", "b200")
+    }
+
+    assert rates["h100-sxm-80gb"] == rates["h200"] == rates["rtx-5090"] > rates["b200"]
+
+
+def test_pytorchs_own_attention_is_no_faster_on_blackwell_than_instructions_of_ampere_allow():
+    device = catalogued_device("b200")
+    plain, vendors = (stack_of(name, compiled=False).on(device, 2026) for name in ("pytorch", "nemo"))
+
+    rate = plain.attention_efficiency * plain.flops_for("bf16")
+    assert rate == pytest.approx(337.5e12)
+    assert vendors.attention_efficiency == 3 * plain.attention_efficiency
+
+
 ANSWERS = [
     ({"precision": "bfloat16", "family": "GPT", "attention": "Flash"}, {"precision": "bf16"}),
     ({"interleave": "", "measured_peak_gib": " "}, {"interleave": 1, "measured_peak_bytes": None}),
