@@ -241,6 +241,7 @@ _FRAMEWORKS = (
         r"composer|llm.?foundry",
         Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, cross_entropy="composer"),
     ),
+    (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True)),
     (
         r"nanotron",
         Stack("eager", float32_gradients=True, overlaps=True, joins=True, cross_entropy="vocab_parallel"),

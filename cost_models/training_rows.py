@@ -38,6 +38,7 @@ from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
 from cost_models.stack import Stack, is_known, stack_of
+from cost_models.topology import links_share
 
 _GB, _GBIT = 1e9, 1e9 / 8
 _FABRICS = (
@@ -243,7 +244,10 @@ def training_cluster(read: TrainingRow) -> ClusterSpec:
     per_node = _joined(read)
     node = shorthand_node(read.joined_like, per_node)
     device = replace(_computing(read), host_waits=_host_waits(read))
-    links = node.links and replace(node.links, bytes_per_s=read.link_bytes_per_s or node.links.bytes_per_s)
+    links = node.links
+    if links is not None and per_node > 1:
+        used = links_share(links.topology, per_node, max(read.gpus_per_node, per_node))
+        links = replace(links, bytes_per_s=(read.link_bytes_per_s or links.bytes_per_s) * used)
     nic_bytes_per_s = read.nic_bytes_per_s * per_node / min(read.gpus, read.gpus_per_node)
     nic = replace(_adapter(read), bytes_per_s=nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
     node = replace(node, device=device, links=links, nic=nic)

@@ -446,3 +446,11 @@ def test_a_device_described_as_one_of_the_catalogue_is_computed_like_it():
 def test_a_described_device_needs_all_its_figures(missing: str):
     with pytest.raises(CostModelError, match=f"{missing} is missing"):
         read_training_row({**ROW, **FIGURES, missing: ""})
+
+
+@pytest.mark.parametrize(("gpus", "links"), [("1", 150e9), ("2", 25e9), ("4", 100e9), ("8", 150e9)])
+def test_a_part_of_a_machine_of_eight_v100_has_the_links_within_it(gpus: str, links: float):
+    alone = {"device": "v100-32gb", "gpus": gpus, "dp": gpus, "tp": "1", "pp": "1", "precision": "fp16"}
+    read = read_training_row({**ROW, **alone, "intra_node_GB_per_s_per_gpu": "150"})
+
+    assert training_cluster(read).groups[0].node.links.bytes_per_s == pytest.approx(links)
