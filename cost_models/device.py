@@ -108,7 +108,7 @@ class DeviceSpec:
     """Whether the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1)."""
 
     released: int = 0
-    """Year in which it could be had; 0: not known."""
+    """Year in which its matrix instructions could be had, on it or on a device before it; 0: not known."""
 
     early_attention_efficiency: float = 0.0
     """As `attention_efficiency`, of the first fused kernels (FlashAttention 1); 0: the same."""
@@ -217,7 +217,7 @@ def catalogued_device(name: str) -> DeviceSpec:
         transcendentals_per_s=catalog.number(entry, "transcendentals", 0.0),
         fresh_bytes=int(catalog.number(entry, "fresh_size", 0)),
         fresh_bytes_per_s=catalog.number(entry, "fresh_bandwidth", 0.0),
-        released=int(catalog.number(entry, "released", 0)),
+        released=int(catalog.number(entry, "instructions", catalog.number(entry, "released", 0))),
         early_attention_efficiency=catalog.number(entry, "early_attention_efficiency", 0.0),
         vendor_attention_efficiency=catalog.number(entry, "vendor_attention_efficiency", 0.0),
         attention_heads=FLASH_2_HEADS if catalog.text(entry, "kind") == "gpu" else (),

@@ -14,7 +14,10 @@ import re
 from cost_models import catalog
 from cost_models.errors import ClusterError
 
-_MAKERS = frozenset({"nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "gcd", "rtx", "quadro"})
+_MAKERS = frozenset(
+    {"nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "gcd", "rtx", "quadro"}
+    | {"volta", "turing", "ampere", "hopper", "blackwell", "server", "workstation", "edition"}
+)
 _BOARDS = frozenset({"sxm", "hgx", "dgx", "oam", "nvl72", "nvl36"})
 """Ways of building in that most devices have but one of; PCIe boards are devices of their own."""
 
@@ -44,8 +47,10 @@ def catalogued_name(text: str) -> str:
 
 
 def _words(text: str) -> frozenset[str]:
-    spaced = re.sub(r"\b(rtx|mi|gh|gb|tpu)[ _-]+(?=\d)", r"\1", text.lower())
-    words = re.split(r"[ _/-]+", re.sub(r"(\d+) ?gi?b\b", r"\1gb", spaced))
+    # That module is named by its host's memory; its device has 96 GB.
+    text = re.sub(r"gh200[ _-]*480 ?gb", "gh200 96gb", text.lower())
+    spaced = re.sub(r"\b(rtx|mi|gh|gb|tpu)[ _-]+(?=\d)", r"\1", text)
+    words = re.split(r"[ _/-]+", re.sub(r"(?<![a-z\d])(\d+) ?g(i?b)?\b", r"\1gb", spaced))
     return frozenset(word for word in words if word and not re.fullmatch(r"hbm\d?e?", word))
 
 

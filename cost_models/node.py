@@ -7,11 +7,12 @@ from cost_models import catalog
 from cost_models.device import DeviceSpec
 from cost_models.library import Library, nccl
 
-TOPOLOGIES = ("switch", "mesh", "ring", "pcie", "host", "fat-tree", "torus", "dragonfly")
+TOPOLOGIES = ("switch", "mesh", "cube-mesh", "ring", "pcie", "host", "fat-tree", "torus", "dragonfly")
 """How the endpoints of a level are joined.
 
 `mesh`: every endpoint has a direct link to every other, so that a group of g
-out of f endpoints has (g - 1) / (f - 1) of the bandwidth. `host`: loopback. All
+out of f endpoints has (g - 1) / (f - 1) of the bandwidth. `cube-mesh`: eight
+endpoints of six links each, see `cost_models.topology`. `host`: loopback. All
 others give every endpoint its full bandwidth towards its level.
 """
 

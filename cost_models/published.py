@@ -16,7 +16,7 @@ from cost_models.compute import matmul_s
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.node import NodeGroup, NodeSpec
-from cost_models.topology import Hop, axis_hops
+from cost_models.topology import Hop, axis_hops, links_share
 
 MIB = 2**20
 
@@ -192,7 +192,7 @@ def _node(hardware: str, per_node: int) -> NodeSpec:
     """Return a node of the row's hardware with `per_node` of its devices in use.
 
     A device uses its own adapter, so that part of a node has that part of its
-    adapters; where devices are joined pairwise (`mesh`), also of its links.
+    adapters; where devices are joined pairwise (`mesh`, `cube-mesh`), also of its links.
     """
     words = hardware.lower()
     preset = next((each for each in _INSTANCES if re.search(rf"\b{each}\b", words)), None)
@@ -201,8 +201,9 @@ def _node(hardware: str, per_node: int) -> NodeSpec:
     if full.device.name != device or per_node > full.count:
         raise CostModelError(f"hardware {hardware!r} is no {full.name} with {per_node} devices of {device}")
     links, nic = full.links, full.nic
-    if links is not None and links.topology == "mesh" and per_node > 1:
-        links = replace(links, bytes_per_s=links.bytes_per_s * (per_node - 1) / (full.count - 1))
+    if links is not None and per_node > 1:
+        used = links_share(links.topology, per_node, full.count)
+        links = replace(links, bytes_per_s=links.bytes_per_s * used)
     if nic is not None:
         rate = re.search(r"\b(?:(\d+) ?x ?)?(\d+) ?Gb(?:it)?/s per node", hardware)
         nominal = int(rate[1] or 1) * int(rate[2]) * 1e9 / 8 if rate else nic.bytes_per_s

@@ -241,6 +241,7 @@ _FRAMEWORKS = (
         r"composer|llm.?foundry",
         Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, cross_entropy="composer"),
     ),
+    (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True)),
     (
         r"nanotron",
         Stack("eager", float32_gradients=True, overlaps=True, joins=True, cross_entropy="vocab_parallel"),
@@ -257,7 +258,7 @@ _FRAMEWORKS = (
         ),
     ),
     (
-        r"maxtext|\bpax|paxml|jax|xla|flax|levanter|marin|easylm|t5x|praxis",
+        r"maxtext|\bpax|paxml|jax|xla|flax|levanter|marin|easylm|t5x|praxis|\balpa\b",
         Stack(
             "compiled",
             float32_gradients=False,
@@ -276,7 +277,10 @@ def pytorch() -> Stack:
     return Stack("eager", float32_gradients=False, overlaps=True, stops_early=True)
 
 
-_PYTORCH = r"torch|fsdp|ddp|lightning|accelerate|hugging|\bhf\b|transformers|axolotl|lit.?gpt|nanogpt|olmo|lingua"
+_PYTORCH = (
+    r"torch|fsdp|ddp|lightning|accelerate|hugging|\bhf\b|transformers|axolotl|lit.?gpt|nanogpt|olmo|lingua"
+    r"|llama.?factory|\btrl\b|ms.?swift|xtuner|fair(seq|scale)|metaseq|colossal|intern(lm|evo)|open.?clip|\btimm\b"
+)
 """What a framework's name contains that is plain PyTorch by its name, or runs its operators one by one."""
 
 

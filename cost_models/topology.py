@@ -79,14 +79,35 @@ def axis_hops(levels: Sequence[Level], axis_sizes: tuple[int, ...], axis: int) -
         first, last = max(stride, inside), min(stride * size, outside)
         if last > first:
             ranks = last // first
-            hops.append(_hop(level, ranks, groups_in_endpoint=inside // of_group))
+            hops.append(_hop(level, ranks, first // inside, groups_in_endpoint=inside // of_group))
             of_group *= ranks
         inside = outside
     return tuple(hops)
 
 
-def _hop(level: Level, ranks: int, groups_in_endpoint: int) -> Hop:
-    direct_links = (ranks - 1) / (level.fanout - 1) if level.topology == "mesh" else 1.0
+_CUBE_LINKS: Mapping[tuple[int, int], int] = {(2, 1): 1, (2, 2): 1, (2, 4): 2, (4, 1): 4, (4, 2): 2, (8, 1): 6}
+"""Of a hybrid cube mesh, links of a device that rings use: of so many ranks, so far apart.
+
+DGX-1 and cloud machines of eight V100: `nvidia-smi topo -m` in https://github.com/Oneflow-Inc/DLPerf
+(OneFlow/LanguageModeling/GPT/README.md, read 2026-11-23). Devices 0 and 1 share one link of six, 0 and 4 two; 0 to 3
+have two rings of single links, both ways, among themselves; 0, 2, 6 and 4 one.
+"""
+
+
+def links_share(topology: str, ranks: int, of: int, apart: int = 1) -> float:
+    """Return the share of their links that `ranks` out of `of` endpoints, `apart` from each other, can use.
+
+    1 where a switch joins them, and where nothing is known of the shape.
+    """
+    if topology == "mesh" and of > 1:
+        return (ranks - 1) / (of - 1)
+    if topology == "cube-mesh" and (ranks, apart) in _CUBE_LINKS and (of, 1) in _CUBE_LINKS:
+        return min(1.0, _CUBE_LINKS[ranks, apart] / _CUBE_LINKS[of, 1])
+    return 1.0
+
+
+def _hop(level: Level, ranks: int, apart: int, groups_in_endpoint: int) -> Hop:
+    direct_links = links_share(level.topology, ranks, level.fanout, apart)
     return Hop(
         ranks=ranks,
         bytes_per_s=level.bytes_per_s * direct_links / groups_in_endpoint,

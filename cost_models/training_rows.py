@@ -9,25 +9,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cost_models import catalog
-from cost_models.cells import (
-    answer_of,
-    count_of,
-    degree_of,
+from cost_models.cell_words import (
     described_device,
     device_of,
     family_of,
     fuses_attention,
-    has_degree,
+    is_compiled,
     is_encoder,
-    is_yes,
-    peak_bytes_of,
-    positive_of,
     precision_of,
-    rate_of,
     recompute_of,
     shard_group_of,
-    text_of,
     zero_stage_of,
+)
+from cost_models.cells import (
+    answer_of,
+    count_of,
+    degree_of,
+    has_degree,
+    peak_bytes_of,
+    rate_of,
+    said,
+    step_s_of,
+    text_of,
 )
 from cost_models.cluster import ClusterSpec
 from cost_models.cluster_file import shorthand_node
@@ -35,6 +38,7 @@ from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
 from cost_models.stack import Stack, is_known, stack_of
+from cost_models.topology import links_share
 
 _GB, _GBIT = 1e9, 1e9 / 8
 _FABRICS = (
@@ -185,9 +189,10 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     architecture, of_sizes = _architecture(row)
     _refuse_unsaid(row)
     zero = zero_stage_of(row)
-    interleave = 1 if (row.get("interleave") or "").strip() in {"", "0"} else count_of(row, "interleave")
+    interleave = degree_of(row, "interleave")
     stages = count_of(row, "pp") * interleave
-    dp, tp, cp, ep = count_of(row, "dp"), count_of(row, "tp"), degree_of(row, "cp"), degree_of(row, "ep")
+    tp, cp, ep = count_of(row, "tp"), degree_of(row, "cp"), degree_of(row, "ep")
+    dp, of_replicas = _replicas(row, tp * cp)
     if ep > 1 and not architecture.experts:
         raise CostModelError(f"ep is {ep}, and the row says of no experts: add columns experts and top_k")
     if dp % ep or (ep > 1 and architecture.experts % ep):
@@ -196,7 +201,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     framework = text_of(row, "framework")
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
     precision, narrow = precision_of(row)
-    stack = stack_of(framework, is_yes(row.get("compiled") or "")).at_zero(zero)
+    stack = stack_of(framework, is_compiled(row)).at_zero(zero)
     read = TrainingRow(
         id=(row.get("id") or "").strip() or "row",
         source=(row.get("source") or "").strip() or "no source named",
@@ -226,9 +231,9 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         micro_batch=count_of(row, "micro_batch"),
         global_batch=count_of(row, "global_batch"),
         recompute=recompute_of(row),
-        measured_step_s=positive_of(row, "measured_step_s"),
+        measured_step_s=step_s_of(row),
         measured_peak_bytes=peak_bytes_of(row),
-        assumed="; ".join(filter(None, (of_device, *of_sizes, of_framework))),
+        assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_framework))),
     )
     _check(read)
     return read
@@ -238,12 +243,24 @@ def training_cluster(read: TrainingRow) -> ClusterSpec:
     """Return the row's machines, their devices with the software that ran on them."""
     per_node = _joined(read)
     node = shorthand_node(read.joined_like, per_node)
-    device = replace(read.stack.on(read.spec, read.year), host_waits=_host_waits(read), narrow=read.narrow)
-    links = node.links and replace(node.links, bytes_per_s=read.link_bytes_per_s or node.links.bytes_per_s)
+    device = replace(_computing(read), host_waits=_host_waits(read))
+    links = node.links
+    if links is not None and per_node > 1:
+        used = links_share(links.topology, per_node, max(read.gpus_per_node, per_node))
+        links = replace(links, bytes_per_s=(read.link_bytes_per_s or links.bytes_per_s) * used)
     nic_bytes_per_s = read.nic_bytes_per_s * per_node / min(read.gpus, read.gpus_per_node)
     nic = replace(_adapter(read), bytes_per_s=nic_bytes_per_s) if read.nic_bytes_per_s else node.nic
     node = replace(node, device=device, links=links, nic=nic)
     return ClusterSpec(read.id, (NodeGroup(node, read.gpus // per_node),))
+
+
+def _computing(read: TrainingRow) -> DeviceSpec:
+    """Return the device with the software that ran on it, and what its products compute in."""
+    device = read.stack.on(read.spec, read.year)
+    if read.narrow != "tf32":
+        return replace(device, narrow=read.narrow)
+    # Products read float32 as it is: nothing is cast.
+    return replace(device, peak_flops={**device.peak_flops, "float32": device.peak_flops["tf32"]})
 
 
 def _joined(read: TrainingRow) -> int:
@@ -275,12 +292,21 @@ def _host_waits(read: TrainingRow) -> bool:
     return 0 < from_nodes <= read.gpus / read.gpus_per_node
 
 
+def _replicas(row: Mapping[str, str], split: int) -> tuple[int, str]:
+    """Return the data-parallel ranks, and what was assumed of them: those that the other degrees leave."""
+    if said(row, "dp"):
+        return count_of(row, "dp"), ""
+    left = max(1, count_of(row, "gpus") // (split * count_of(row, "pp")))
+    return left, f"dp is missing: {left}, which the other degrees leave"
+
+
 def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]]:
     """Return a row's sizes, and what was assumed of them."""
     family, of_family = family_of(row)
     heads = count_of(row, "heads")
-    grouped = (row.get("kv_heads") or "").strip() != ""
+    grouped = said(row, "kv_heads") != ""
     experts, chosen, of_experts = _mixture(row, family)
+    fused, of_attention = fuses_attention(row)
     sizes = Architecture(
         family=family,
         is_nemotron="nemotron" in (row.get("model") or "").lower(),
@@ -292,13 +318,14 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         kv_heads=count_of(row, "kv_heads") if grouped else heads,
         ffn_hidden=count_of(row, "ffn_hidden"),
         vocab=count_of(row, "vocab"),
-        fused_attention=fuses_attention(row),
+        fused_attention=fused,
         head_size=_head_size(row, family, heads),
         qk_norm=family == "llama" and re.search(_QK_NORM, row.get("model") or "", re.IGNORECASE) is not None,
         experts=experts,
         experts_per_token=chosen,
     )
-    return sizes, (of_family, of_experts, "" if grouped else f"kv_heads is missing: as many as heads, {heads}")
+    of_groups = "" if grouped else f"kv_heads is missing: as many as heads, {heads}"
+    return sizes, (of_family, of_experts, of_groups, of_attention)
 
 
 def _head_size(row: Mapping[str, str], family: str, heads: int) -> int:

@@ -36,7 +36,7 @@ class Format:
 
 TRAINING_STEPS = "training steps"
 FORMATS = (
-    Format(TRAINING_STEPS, ("framework", "device", "gpus", "tp", "pp", "measured_step_s"), None),
+    Format(TRAINING_STEPS, ("framework", "device", "gpus", "tp", "pp"), None),
     Format("collectives", ("source", "hardware", "nodes", "gpus", "op", "bytes"), price_collective),
     Format("achievable matmuls", ("gpu", "dtype", "achieved", "best_shape_mxnxk"), price_matmul),
 )
@@ -104,8 +104,36 @@ class Validation:
         }
 
 
-_CAPITALS = ("intra_node_GB_per_s_per_gpu", "inter_node_Gbit_per_s_per_node")
+_CAPITALS = (
+    "intra_node_GB_per_s_per_gpu",
+    "inter_node_Gbit_per_s_per_node",
+    "peak_TFLOP_per_s",
+    "memory_GiB",
+    "memory_GB_per_s",
+)
 """Columns whose names have capitals."""
+
+_OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("vp", "vpp", "virtual_pipeline", "virtual_stages"), "interleave"),
+    **dict.fromkeys(("mbs", "micro_batch_size", "microbatch"), "micro_batch"),
+    **dict.fromkeys(("gbs", "global_batch_size"), "global_batch"),
+    **dict.fromkeys(("seq_length", "sequence_length", "seqlen"), "seq_len"),
+    **dict.fromkeys(("num_layers", "n_layers"), "layers"),
+    **dict.fromkeys(("num_heads", "n_heads"), "heads"),
+    **dict.fromkeys(("hidden_size", "d_model"), "hidden"),
+    **dict.fromkeys(("vocab_size",), "vocab"),
+    **dict.fromkeys(("ffn_hidden_size", "intermediate_size"), "ffn_hidden"),
+    **dict.fromkeys(("num_kv_heads", "num_key_value_heads"), "kv_heads"),
+    **dict.fromkeys(("n_gpus", "num_gpus"), "gpus"),
+    **dict.fromkeys(("activation_checkpointing", "recomputation"), "recompute"),
+    **dict.fromkeys(("step_time_s", "iteration_time_s", "seconds_per_step"), "measured_step_s"),
+    **dict.fromkeys(("num_experts", "n_experts"), "experts"),
+    **dict.fromkeys(("experts_per_token", "moe_top_k"), "top_k"),
+    **dict.fromkeys(("tgs", "tokens_per_sec_per_gpu", "tokens_per_second_per_gpu"), "tokens_per_s_per_gpu"),
+    **dict.fromkeys(("tokens_per_sec", "tokens_per_second"), "tokens_per_s"),
+    **dict.fromkeys(("samples_per_sec", "samples_per_second"), "samples_per_s"),
+}
+"""What other tables call columns."""
 
 Row = tuple[int, Mapping[str, str]]
 """Line of the file, and its values by column."""
@@ -210,7 +238,8 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
-            header = [_column(name) for name in next(reader, [])]
+            written = [name.strip().lower() for name in next(reader, [])]
+            header = [_column(name) for name in written]
             rows = [(reader.line_num, cells) for cells in reader if cells]
     except OSError as error:
         raise ValidationError(f"{path}: cannot be read: {error.strerror}") from None
@@ -220,14 +249,15 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         raise ValidationError(f"{path}: is empty; its first line must name the columns")
     if len(set(header)) != len(header):
         twice = next(name for name in header if header.count(name) > 1)
-        raise ValidationError(f"{path}: names column {twice!r} twice")
+        other = next((name for name, known in _OTHER_NAMES.items() if known == twice and name in written), "")
+        raise ValidationError(f"{path}: names column {twice!r} twice" + (f", once as {other!r}" if other else ""))
     return header, rows
 
 
 def _column(name: str) -> str:
-    """Return a column's name as the formats have it, however capitals are set."""
+    """Return a column's name as the formats have it, however capitals are set, and by its other names."""
     small = name.strip().lower()
-    return next((each for each in _CAPITALS if each.lower() == small), small)
+    return next((each for each in _CAPITALS if each.lower() == small), _OTHER_NAMES.get(small, small))
 
 
 def _format(path: Path, header: Sequence[str]) -> Format:

@@ -162,7 +162,11 @@ BAD_FILES = [
     ),
     ("nodes/dgx/links/bandwidth", "0GB/s", "nodes.dgx.links.bandwidth: must be more than 0, but is '0GB/s'"),
     ("nodes/dgx/links/latency", "-1us", "nodes.dgx.links.latency: must not be negative, but is '-1us'"),
-    ("nodes/dgx/links/topology", "swich", "unknown topology 'swich' (did you mean 'switch'?); known: switch, mesh"),
+    (
+        "nodes/dgx/links/topology",
+        "swich",
+        "unknown topology 'swich' (did you mean 'switch'?); known: switch, mesh, cube-mesh",
+    ),
     ("nodes/dgx/links", {}, "nodes.dgx.links: missing 'bandwidth', such as `bandwidth: 450GB/s`"),
     ("nodes/dgx/links", ..., "nodes.dgx: has 8 devices and no 'links' that join them"),
     ("nodes/dgx/nic", ..., "c.yaml: node 'dgx' has no 'nic', but the cluster has 6 nodes; add such as `nic: {"),

@@ -79,6 +79,16 @@ def test_a_group_on_a_full_mesh_has_only_the_links_to_its_members():
     assert axis_hops((full_mesh,), (8,), 0)[0].bytes_per_s == 448e9
 
 
+def test_a_group_on_a_cube_mesh_has_the_links_among_its_members():
+    dgx1 = Level("node", 8, 150e9, 1e-6, "cube-mesh", False)
+    share = {
+        (mesh, axis): axis_hops((dgx1,), mesh, axis)[0].bytes_per_s / 25e9
+        for mesh, axis in (((4, 2), 1), ((2, 4), 1), ((8,), 0), ((2, 4), 0), ((4, 2), 0))
+    }
+
+    assert list(share.values()) == [1.0, 4.0, 6.0, 2.0, 2.0]
+
+
 def test_only_a_switch_level_reduces():
     inner, outer = axis_hops(LEVELS, (64,), 0)
     assert (inner.in_switch_reduction, outer.in_switch_reduction) == (True, False)

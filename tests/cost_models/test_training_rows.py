@@ -36,11 +36,23 @@ WRONG = [
     ({"family": "llama", "experts": "8", "top_k": "9"}, "top_k is 9 of 8 experts"),
     ({"family": "llama", "experts": "6", "top_k": "2", "ep": "4"}, "ep is 4, which does not divide 6 experts"),
     ({"head_dim": "128"}, "head_dim is 128, and hidden 1024 on 16 heads is 64 each: heads of another size"),
-    ({"seq_len": "8,192"}, "seq_len is '8,192', not a number of at least 0"),
+    ({"seq_len": "8 192"}, "seq_len is '8 192', not a number of at least 0"),
+    ({"seq_len": "8k"}, "seq_len is '8k', which may be 8000 or 8192: write one of these"),
+    ({"measured_step_s": "1,234"}, "measured_step_s is '1,234', which may be 1234 or 1.234: write one of these"),
+    ({"measured_step_s": "45%"}, "measured_step_s is '45%': a share is no time; write the seconds of a step"),
+    (
+        {"measured_step_s": "", "mfu": "0.45"},
+        "measured_step_s is missing, and mfu does not say it: what counts as an operation differs; write the seconds",
+    ),
+    ({"precision": "amp"}, "precision is 'amp', not one of fp32, bf16, fp16, tf32, fp8: mixed with which of them?"),
+    ({"recompute": "block:4"}, "recompute is 'block:4': that some layers are recomputed and others not is not priced"),
+    ({"recompute": "every 2nd"}, "that some layers are recomputed and others not is not priced"),
+    ({"zero": "zero3 offload"}, "zero is 'zero3 offload': state kept in the host's memory is not priced"),
+    ({"compiled": "maybe"}, "compiled is 'maybe', not one of yes, no"),
     ({"dp": "5"}, "dp 5 x tp 8 x pp 2 is not the 64 GPUs"),
     ({"hidden": "1024.5"}, "hidden is '1024.5', not a whole number"),
     ({"measured_step_s": "0"}, "measured_step_s is '0', not a number above 0"),
-    ({"precision": "nvfp4"}, "precision is 'nvfp4', not one of fp32, bf16, fp16, fp8"),
+    ({"precision": "nvfp4"}, "precision is 'nvfp4', not one of fp32, bf16, fp16, tf32, fp8"),
     ({"precision": "fp8"}, "precision is fp8, for which a100-sxm-80gb has no rate: it has bfloat16, float16"),
     ({"global_batch": "30"}, "a batch of 30 does not divide into micro-batches of 1 on 4 GPUs"),
     ({"gpus_per_node": "48"}, "64 GPUs do not fill nodes of 48"),
@@ -247,6 +259,26 @@ def test_software_of_the_year_a_device_came_out_is_slower_on_it():
     assert rates[0] < rates[1] < rates[2] == rates[3] < device.matmul_efficiency_for("bf16")
 
 
+def test_software_is_as_old_as_a_devices_matrix_instructions():
+    stack = pytorch()
+    rates = {
+        name: stack.on(catalogued_device(name), 2025).matmul_efficiency_for("bf16")
+        / catalogued_device(name).matmul_efficiency_for("bf16")
+        for name in ("h100-sxm-80gb", "h200", "rtx-5090", "b200")
+    }
+
+    assert rates["h100-sxm-80gb"] == rates["h200"] == rates["rtx-5090"] > rates["b200"]
+
+
+def test_pytorchs_own_attention_is_no_faster_on_blackwell_than_instructions_of_ampere_allow():
+    device = catalogued_device("b200")
+    plain, vendors = (stack_of(name, compiled=False).on(device, 2026) for name in ("pytorch", "nemo"))
+
+    rate = plain.attention_efficiency * plain.flops_for("bf16")
+    assert rate == pytest.approx(337.5e12)
+    assert vendors.attention_efficiency == pytest.approx(3 * plain.attention_efficiency)
+
+
 ANSWERS = [
     ({"precision": "bfloat16", "family": "GPT", "attention": "Flash"}, {"precision": "bf16"}),
     ({"interleave": "", "measured_peak_gib": " "}, {"interleave": 1, "measured_peak_bytes": None}),
@@ -260,6 +292,24 @@ ANSWERS = [
     ({"zero": "none"}, {"zero": 0}),
     ({"id": "", "source": "", "model": ""}, {"id": "row", "source": "no source named", "model": "gpt"}),
     ({"head_dim": "64"}, {"zero": 0}),
+    ({"seq_len": "8,192", "vocab": "51,200"}, {"seq_len": 8192}),
+    ({"measured_step_s": "12,91"}, {"measured_step_s": 12.91}),
+    ({"measured_step_s": "1,234.5"}, {"measured_step_s": 1234.5}),
+    ({"measured_step_s": "250 ms"}, {"measured_step_s": 0.25}),
+    ({"interleave": "-", "cp": "n/a", "measured_peak_gib": "n/a"}, {"interleave": 1, "measured_peak_bytes": None}),
+    ({"sequence_parallel": "on"}, {"sequence_parallel": True}),
+    ({"sequence_parallel": "n/a"}, {"sequence_parallel": False}),
+    ({"zero": "distributed optimizer"}, {"zero": 1}),
+    ({"zero": "zero_stage_2"}, {"zero": 2}),
+    ({"zero": "os+g"}, {"zero": 2}),
+    ({"zero": "megatron-fsdp"}, {"zero": 3}),
+    ({"precision": "half"}, {"precision": "fp16"}),
+    ({"precision": "16-mixed"}, {"precision": "fp16"}),
+    ({"precision": "tf32"}, {"precision": "fp32", "narrow": "tf32"}),
+    ({"recompute": "gradient checkpointing"}, {"recompute": "full"}),
+    ({"recompute": "nothing_saveable"}, {"recompute": "full"}),
+    ({"recompute": "core_attn"}, {"recompute": "selective"}),
+    ({"recompute": "-"}, {"recompute": "none"}),
 ]
 
 
@@ -270,7 +320,23 @@ def test_other_spellings_of_what_a_row_says_are_read(change: dict[str, str], rea
     assert {name: getattr(found, name) for name in read} == read
 
 
-@pytest.mark.parametrize("answer", ["yes", "True", " 1 "])
+@pytest.mark.parametrize(
+    ("column", "rate"), [("tokens_per_s_per_gpu", 512.0), ("tokens_per_s", 32768.0), ("samples_per_s", 64.0)]
+)
+def test_a_steps_time_follows_from_a_rate_where_the_row_has_no_other(column: str, rate: float):
+    alone = {"measured_step_s": "n/a", "seq_len": "512", "global_batch": "32", column: str(rate)}
+
+    assert read_training_row({**ROW, **alone}).measured_step_s == pytest.approx(0.5)
+
+
+def test_products_in_tf32_have_its_rate_and_nothing_is_cast():
+    device = training_cluster(read_training_row({**ROW, "precision": "tf32"})).device
+
+    assert device.flops_for("fp32") == catalogued_device("a100-sxm-80gb").peak_flops["tf32"]
+    assert device.narrow == ""
+
+
+@pytest.mark.parametrize("answer", ["yes", "True", " 1 ", "torch.compile", "per-layer"])
 def test_a_row_may_say_in_several_ways_that_it_was_compiled(answer: str):
     assert read_training_row({**ROW, "framework": "pytorch", "compiled": answer}).stack.kernels == "compiled"
     assert read_training_row({**ROW, "framework": "pytorch", "compiled": ""}).stack.kernels == "eager"
@@ -285,6 +351,12 @@ ASSUMED = [
     ({"device": "Tesla V100"}, "v100-32gb", "device 'Tesla V100' is taken to be v100-32gb"),
     ({"family": "Qwen-2", "device": "b200"}, "b200", "family 'Qwen-2' is priced as llama"),
     ({"kv_heads": ""}, "a100-sxm-80gb", "kv_heads is missing: as many as heads, 16"),
+    ({"kv_heads": "-"}, "a100-sxm-80gb", "kv_heads is missing: as many as heads, 16"),
+    ({"dp": ""}, "a100-sxm-80gb", "dp is missing: 4, which the other degrees leave"),
+    ({"attention": ""}, "a100-sxm-80gb", "attention is missing: unfused, as most software of that year"),
+    ({"attention": "", "year": "2024"}, "a100-sxm-80gb", "attention is missing: flash, as most software of that year"),
+    ({"device": "A100-80G"}, "a100-sxm-80gb", "device 'A100-80G' is taken to be a100-sxm-80gb"),
+    ({"family": "Mixtral", "experts": "8", "top_k": "2"}, "a100-sxm-80gb", "family 'Mixtral' is priced as llama"),
 ]
 
 
@@ -296,7 +368,8 @@ def test_what_a_row_leaves_out_is_assumed_and_said(change: dict[str, str], devic
     assert assumed in found.assumed
 
 
-ATTENTION = {"FlashAttention-2": True, "sdpa": True, "fused": True, "eager": False, "unfused": False, "Math": False}
+_FUSED = ("FlashAttention-2", "sdpa", "fused", "FA3", "flex_attention", "Transformer Engine", "ring")
+ATTENTION = dict.fromkeys(_FUSED, True) | dict.fromkeys(("eager", "unfused", "Math", "naive", "none"), False)
 
 
 @pytest.mark.parametrize("said", ATTENTION)
@@ -373,3 +446,11 @@ def test_a_device_described_as_one_of_the_catalogue_is_computed_like_it():
 def test_a_described_device_needs_all_its_figures(missing: str):
     with pytest.raises(CostModelError, match=f"{missing} is missing"):
         read_training_row({**ROW, **FIGURES, missing: ""})
+
+
+@pytest.mark.parametrize(("gpus", "links"), [("1", 150e9), ("2", 25e9), ("4", 100e9), ("8", 150e9)])
+def test_a_part_of_a_machine_of_eight_v100_has_the_links_within_it(gpus: str, links: float):
+    alone = {"device": "v100-32gb", "gpus": gpus, "dp": gpus, "tp": "1", "pp": "1", "precision": "fp16"}
+    read = read_training_row({**ROW, **alone, "intra_node_GB_per_s_per_gpu": "150"})
+
+    assert training_cluster(read).groups[0].node.links.bytes_per_s == pytest.approx(links)

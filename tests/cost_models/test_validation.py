@@ -223,3 +223,33 @@ def test_rank_correlation_is_of_the_order_within_groups():
     assert rank_correlation([*in_order, *reversed_]) == pytest.approx(0)
     assert rank_correlation(in_order[:2]) is None
     assert rank_correlation([_priced(1, 5), _priced(2, 5), _priced(3, 5)]) == 0
+
+
+def test_columns_are_known_in_any_capitals_and_by_their_other_names(tmp_path):
+    path, seen = tmp_path / "rows.csv", []
+    path.write_text(
+        "Framework,Device,GPUs,TP,PP,VPP,MBS,Peak_TFLOP_per_s,memory_gib,MEMORY_GB_PER_S,TGS\nx,y,8,1,1,2,4,300,80,2000,9\n"
+    )
+
+    validate(path, lambda rows: seen.extend(rows) or ())
+
+    ((line, row),) = seen
+    assert line == 2
+    assert {name: row[name] for name in ("interleave", "micro_batch", "tokens_per_s_per_gpu")} == {
+        "interleave": "2",
+        "micro_batch": "4",
+        "tokens_per_s_per_gpu": "9",
+    }
+    assert {name: row[name] for name in ("peak_TFLOP_per_s", "memory_GiB", "memory_GB_per_s")} == {
+        "peak_TFLOP_per_s": "300",
+        "memory_GiB": "80",
+        "memory_GB_per_s": "2000",
+    }
+
+
+def test_a_column_and_another_name_of_it_are_one_column_twice(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("framework,device,gpus,tp,pp,interleave,vp\n")
+
+    with pytest.raises(ValidationError, match="names column 'interleave' twice, once as 'vp'"):
+        validate(path)
