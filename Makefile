@@ -14,6 +14,9 @@ OUT := out
 # Tests of a file stay on one worker but for the last ones, so that what they share is made once.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
+# Compiled modules are kept: a suite that starts some 40 interpreters would compile autopar 40 times.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all lint format setup clean
 .DELETE_ON_ERROR:
 

@@ -57,6 +57,7 @@ __all__ = [
     "dtensor_spec",
     "dynamo_capture",
     "dynamo_settings",
+    "fake_on",
     "flex_attention",
     "gloo_with_threads",
     "group_named",
@@ -181,6 +182,34 @@ def traced_stack(error: BaseException) -> str:
 def storage_key(value: torch.Tensor) -> int:
     """Return a number that tensors share while they live if, and only if, they share memory; fake tensors have one."""
     return int(value.untyped_storage()._cdata)
+
+
+def is_plain_fake(value: torch.Tensor) -> bool:
+    """Return whether a tensor is fake and all that is known of it are its memory, shape, strides, type and device."""
+    return (
+        type(value) is FakeTensor
+        and value.constant is None
+        and value.layout == torch.strided
+        and not (value.requires_grad or value.is_conj() or value.is_neg() or value._is_zerotensor())
+    )
+
+
+def fake_on(
+    mode: FakeTensorMode,
+    device: torch.device,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    memory: torch.UntypedStorage | None = None,
+    offset: int = 0,
+) -> FakeTensor:
+    """Return a fake tensor, in memory of its own or in that of another, past the dispatch that a factory's call takes.
+
+    No mode may be on while it is made.
+    """
+    if memory is None:
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+    return FakeTensor(mode, torch.empty(0, dtype=dtype, device="meta").set_(memory, offset, shape, stride), device)
 
 
 def keeps_graph() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +41,14 @@ settings.load_profile("autopar")
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what imports and collection made, all of which stays."""
+    """Capture no program twice, and let the garbage collector pass over what imports and collection made: it stays."""
+    if "autopar.api.compiling" in sys.modules:
+        from tests.support.remembering import remember_programs
+
+        remember_programs()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # traced programs are many small objects that stay while they are looked at
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 from autopar._torch import FakeTensorMode
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import mark
+from autopar.rewrite.outcomes import called
 
 
 def propagate(gm: fx.GraphModule, names: Mapping[str, str], by: str) -> None:
@@ -34,8 +35,8 @@ def propagate(gm: fx.GraphModule, names: Mapping[str, str], by: str) -> None:
             args = fx.map_arg(node.args, values.__getitem__)
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
             try:
-                with mode, torch.no_grad():
-                    values[node] = node.target(*args, **kwargs)
+                with torch.no_grad():
+                    values[node] = called(node, args, kwargs, mode)
             except Exception as error:
                 shown = [list(a.shape) if isinstance(a, torch.Tensor) else a for a in args]
                 raise RewriteError(f"{by}: {_name(node, names)} refuses its local inputs {shown}: {error}") from error

@@ -18,6 +18,13 @@ from tests.support.scripts import run_script
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 RANKS = 4
+"""What the examples say that they run on."""
+
+FEW_AND_ALL = [2, pytest.param(RANKS, marks=pytest.mark.slow)]
+"""Ranks take turns on a machine of few cores, and each has the whole program to capture: with two of them a script does
+all that it does with four, but for what the plan splits over meshes of two axes, which `test_the_mlp...` has here,
+`test_equivalence.py` and `tests/runtime/test_four_ranks.py` on all that users do."""
+
 TIMEOUT_S = 300
 
 
@@ -57,10 +64,11 @@ def test_the_mlp_has_the_losses_of_one_device():
     assert [float(row[1]) for row in rows] == pytest.approx([float(row[2]) for row in rows], rel=1e-5)
 
 
+@pytest.mark.parametrize("ranks", FEW_AND_ALL)
 @pytest.mark.parametrize(("name", "tolerance"), [("hf_llama", 1e-4), ("moe", 1e-4), ("vision", 1e-2)])
-def test_an_example_trains_as_without_autopar(name: str, tolerance: float):
+def test_an_example_trains_as_without_autopar(name: str, tolerance: float, ranks: int):
     # Rounding grows over many steps of momentum and batch statistics, so vision gets more room.
-    sharded = run_script(EXAMPLES / f"{name}.py", RANKS)
+    sharded = run_script(EXAMPLES / f"{name}.py", ranks)
 
     alone = run_script(EXAMPLES / f"{name}.py", 0, before=without_autopar)
     assert len(losses(sharded)) >= 10
@@ -68,11 +76,12 @@ def test_an_example_trains_as_without_autopar(name: str, tolerance: float):
     assert losses(sharded)[-1] < losses(sharded)[0]
 
 
-def test_the_demo_plans_trains_and_compares(tmp_path: Path):
+@pytest.mark.parametrize("ranks", FEW_AND_ALL)
+def test_the_demo_plans_trains_and_compares(tmp_path: Path, ranks: int):
     plan = str(tmp_path / "demo.json")
 
     cluster = str(tmp_path / "cluster.yaml")
-    run("-m", "autopar", "cluster", "detect", "--cpu-ranks", str(RANKS), "-o", cluster)
+    run("-m", "autopar", "cluster", "detect", "--cpu-ranks", str(ranks), "-o", cluster)
     run("-m", "autopar", "plan", "examples/gpt.py:build", "-c", cluster, "--batch", "16", "-o", plan)
     said = run("-m", "autopar", "run", plan, "--", "examples/gpt.py", "--steps", "8")
 
@@ -84,7 +93,7 @@ def test_the_demo_plans_trains_and_compares(tmp_path: Path):
 def test_llama_is_planned_for_64_gpus_without_any(tmp_path: Path):
     plan = tmp_path / "llama.json"
 
-    said = run("examples/plan_llama3_8b.py", "--layers", "2", "-o", str(plan))
+    said = run_script(EXAMPLES / "plan_llama3_8b.py", 0, "--layers", "2", "-o", str(plan))
 
     loaded = Plan.load(plan)
     assert loaded.decisions.mesh.world_size == 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,10 +12,15 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
+from autopar.api import plan_captured
 from autopar.errors import InfeasibleError
 from autopar.ir.microbatches import joined, parted, with_time
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
+from autopar.ir.plan import Decisions
+from autopar.options import PlanOptions
+from autopar.progress import Silent
 from autopar.rewrite import Totals, localised
+from cost_models.cluster import ClusterSpec
 from tests.support.models import cases
 from tests.support.routing import Experts, Near, Ranked, routing
 from tests.support.whole import Whole
@@ -166,15 +172,25 @@ def models() -> dict[str, Any]:
     }
 
 
-def programs(model: nn.Module, example: Any, count: int) -> tuple[Whole, torch.fx.GraphModule, Totals | None, Any]:
-    """Return the whole program, that of one of `count` micro-batches, what is summed first, and the decisions."""
-    whole = Whole.of(model, example)
-    batch = whole.captured.graph.batch_size
-    plan = autopar.plan(model, "cpu:1", example_inputs=example, fix={"microbatch": batch // count})
-    decisions = plan.decisions
+@cache
+def step_of(name: str) -> tuple[Whole, list[torch.Tensor | None]]:
+    """Return a model's whole program and what it computes."""
+    whole = Whole.of(*models()[name])
+    return whole, whole.run()
+
+
+def programs(model: nn.Module, example: Any, count: int) -> tuple[torch.fx.GraphModule, Totals | None, Decisions]:
+    """Return the program of one of `count` micro-batches of a model."""
+    return one_of(Whole.of(model, example), count)
+
+
+def one_of(whole: Whole, count: int) -> tuple[torch.fx.GraphModule, Totals | None, Decisions]:
+    """Return the program of one of `count` micro-batches, what is summed first, and the decisions."""
+    captured = whole.captured
+    options = PlanOptions.parse(fix={"microbatch": captured.graph.batch_size // count})
+    plan = plan_captured(captured, "model", ClusterSpec.parse("cpu:1"), options, Silent())
     assert plan.workload.num_microbatches == count
-    gm, totals = localised(whole.captured.joint, whole.captured.graph, decisions, 0)
-    return whole, gm, totals, decisions
+    return *localised(captured.joint, captured.graph, plan.decisions, 0), plan.decisions
 
 
 def parts(whole: Whole, gm: torch.fx.GraphModule, number: int, count: int) -> dict[str, torch.Tensor]:
@@ -191,8 +207,8 @@ def parts(whole: Whole, gm: torch.fx.GraphModule, number: int, count: int) -> di
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", list(models()))
 def test_micro_batches_add_up_to_the_step(name: str, count: int):
-    whole, gm, totals, decisions = programs(*models()[name], count)
-    want = whole.run()
+    whole, want = step_of(name)
+    gm, totals, decisions = one_of(whole, count)
 
     given = [parts(whole, gm, number, count) for number in range(count)]
     sums: dict[str, torch.Tensor] = {}

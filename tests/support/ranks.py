@@ -32,7 +32,8 @@ from typing import Any
 
 _IMPORTED = (
     "pytest", "sympy.tensor.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.testing",
-    "autopar.api.compiling", "tests.support.routing", "tests.support.training", "tests.support.warm",
+    "autopar.api.compiling", "tests.support.remembering", "tests.support.routing", "tests.support.training",
+    "tests.support.warm",
 )  # fmt: skip
 """What ranks would import, and do for the first time, otherwise, each by itself."""
 
@@ -147,6 +148,9 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.support.remembering import remember_programs
+
+    remember_programs()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)

@@ -17,7 +17,9 @@ from pathlib import Path
 from tests.support.ranks import forking
 
 
-def run_script(path: Path, ranks: int, *, before: Callable[[], None] | None = None, timeout_s: float = 300) -> str:
+def run_script(
+    path: Path, ranks: int, *arguments: str, before: Callable[[], None] | None = None, timeout_s: float = 300
+) -> str:
     """Return what rank 0 of a script prints; every rank must end well in time. 0 ranks: the script without torchrun.
 
     `before` is a module-level function that each process calls first.
@@ -27,7 +29,7 @@ def run_script(path: Path, ranks: int, *, before: Callable[[], None] | None = No
     with tempfile.TemporaryDirectory(prefix="autopar-script-") as folder:
         logs = [Path(folder) / str(rank) for rank in range(max(ranks, 1))]
         processes = [
-            forking().Process(target=_main, args=(path, each, log, before))
+            forking().Process(target=_main, args=(path, arguments, each, log, before))
             for rank, log in enumerate(logs)
             for each in [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}]
         ]
@@ -49,13 +51,15 @@ def run_script(path: Path, ranks: int, *, before: Callable[[], None] | None = No
         return logs[0].with_suffix(".out").read_text(encoding="utf-8")
 
 
-def _main(path: Path, variables: dict[str, str], log: Path, before: Callable[[], None] | None) -> None:
+def _main(
+    path: Path, arguments: tuple[str, ...], variables: dict[str, str], log: Path, before: Callable[[], None] | None
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "AUTOPAR_PLAN"):
         os.environ.pop(name, None)
     os.environ.update(variables, OMP_NUM_THREADS="1", NO_COLOR="1")
     for stream, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(log.with_suffix(suffix), os.O_CREAT | os.O_WRONLY), stream)
-    sys.argv, sys.path[:0] = [str(path)], [str(path.parent)]
+    sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
     if before is not None:
         before()
     runpy.run_path(str(path), run_name="__main__")

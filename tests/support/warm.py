@@ -6,6 +6,8 @@ For a process from which ranks are forked. It starts no threads and joins no pro
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from tqdm import tqdm
 
@@ -33,3 +35,6 @@ def _warm() -> None:
 
 
 _warm()
+gc.collect()
+gc.freeze()  # what is here stays, in every fork
+gc.set_threshold(10_000, 20, 20)

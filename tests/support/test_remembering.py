@@ -1,0 +1,80 @@
+"""Programs are remembered for equal models and calls, and for no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import remembering
+from tests.support.models import Mlp
+
+
+def key(model: nn.Module, example: tuple[Any, ...] | None = None, precision: str = "fp32") -> bytes | None:
+    return remembering._key(model, example or (torch.zeros(8, 8),), precision, {})
+
+
+def changed(change: str) -> nn.Module:
+    """Return the model with one thing about it changed."""
+    torch.manual_seed(0)
+    model = Mlp()
+    first = next(each for each in model.modules() if isinstance(each, nn.Linear))
+    match change:
+        case "value":
+            with torch.no_grad():
+                first.weight[0, 0] += 1
+        case "mode":
+            first.eval()
+        case "frozen":
+            first.weight.requires_grad_(False)
+        case "attribute":
+            first.told = 3
+        case "tied":
+            first.bias = nn.Parameter(first.weight.detach()[0])
+        case "hook":
+            first.register_forward_hook(twice)
+    return model
+
+
+def twice(_module: nn.Module, _args: Any, result: torch.Tensor) -> torch.Tensor:
+    return 2 * result
+
+
+def test_equal_models_made_apart_are_one():
+    assert key(changed("")) == key(changed(""))
+    assert key(changed("")) is not None
+
+
+@pytest.mark.parametrize("change", ["value", "mode", "frozen", "attribute", "tied", "hook"])
+def test_models_that_differ_in_one_thing_are_two(change: str):
+    assert key(changed(change)) != key(changed(""))
+
+
+def test_other_calls_are_others():
+    model = changed("")
+
+    assert key(model) != key(model, (torch.zeros(4, 8),))
+    assert key(model) != key(model, (torch.zeros(8, 8, dtype=torch.float64),))
+    assert key(model) != key(model, precision="bf16")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = key(model)
+    assert inside != key(model)
+
+
+def test_a_class_made_in_a_function_is_not_written_down():
+    class Own(nn.Linear):
+        pass
+
+    assert key(Own(8, 8)) is None
+
+
+def test_what_is_remembered_is_what_a_capture_gives():
+    example = (torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64))
+    twice_asked = [remembering._remembered(changed(""), example, "fp32") for _ in range(2)]
+    anew = remembering._captured_for(changed(""), example, "fp32")
+
+    assert twice_asked[0] is twice_asked[1]
+    assert twice_asked[0].graph == anew.graph
+    assert twice_asked[0].joint.code == anew.joint.code
