@@ -84,14 +84,17 @@ class Estimates:
         """Return seconds that a micro-batch takes at least through all stages, nothing recomputed, 0 if unknown."""
         return self._sample_s(trial, "none") * self._size(trial)
 
-    def relaxed_s(self, trial: Trial) -> float:
-        """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another."""
+    def relaxed_s(self, trial: Trial, left_s: float | None = None) -> float:
+        """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another.
+
+        Not after `left_s`: what is left for trials is what the relaxation may take by default.
+        """
         try:
             _, pricing = self.solving.price(trial, self.wishes)
         except (CostModelError, InfeasibleError) as error:
             self.no_price.setdefault(shape_of(trial).width, str(error))
             return inf
-        limits = Limits(inf, max(self.left_s(), 0.1), seed=self.solving.options.seed)
+        limits = Limits(inf, max(self.left_s() if left_s is None else left_s, 0.1), seed=self.solving.options.seed)
         return Ilp(pricing.table).relaxed(limits).free_s
 
     def _sample_s(self, trial: Trial, recompute: Recompute) -> float:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.api.crossings import alive_between
 from autopar.capture.recompute import KEPT, block_of, copies_of
 from autopar.costs.again import kept_values
 from autopar.costs.expanded import index_shares
@@ -120,6 +121,13 @@ class Floors:
             meta = graph.by_name[name].outputs[index]
             sums[self._home[name]] += meta.nbytes if meta is not None else 0.0
         return rest, sums
+
+    @cached_property
+    def crossing_bytes(self) -> float:
+        """Return what of all samples crosses, whole, between any two blocks at least."""
+        alive = alive_between(self.graph, self._home, len(units(self.graph)))
+        metas = ([op.outputs[index] for op, index in values] for values in alive)
+        return min((float(sum(meta.nbytes for meta in each if meta)) for each in metas), default=0.0)
 
     def work(self, options: Mapping[str, Sequence[MeshStrategy]], links: Links) -> Work:
         """Return what each block takes at least.

@@ -50,6 +50,9 @@ _LIGHTENED = 3
 _PROVEN = 8
 """Trials that are relaxed only to say how much better a plan could be that recomputes less."""
 
+_TO_PROVE = 0.2
+"""Share of the time limit that is kept for saying how much better a plan could be."""
+
 _IN_FREE: tuple[Role, ...] = ("tp", "dp_replicate", "dp_shard")
 """Roles of axes that do nothing which free ones cannot."""
 
@@ -99,7 +102,12 @@ class Outer:
 
     @property
     def left_s(self) -> float:
-        """Return what is left of the time limit."""
+        """Return what is left of the time limit for finding plans."""
+        return self.left_to_prove_s - _TO_PROVE * self.solving.options.time_limit
+
+    @property
+    def left_to_prove_s(self) -> float:
+        """Return what is left of all of it."""
         return self.solving.options.time_limit - (time.process_time() - self.started)
 
     def run(self, whole: Sequence[Trial], others: Sequence[Trial]) -> None:
@@ -367,13 +375,13 @@ class Outer:
             # What leaves as much room and stays as it is makes more proofs idle.
             stays = [one for one in self.solved if not self._is_open(one) and one.solution.status != "infeasible"]
             room = min([self.best_s * (1.0 - self.solving.options.gap), *(one.solution.bound_s for one in stays)])
-            if least is None or self._lightest_s(least) >= room:
+            if least is None or self._lightest_s(least) >= room or self.left_to_prove_s <= 0:
                 return
             self._relax_plain(least)
 
     def _relax_plain(self, trial: Trial) -> None:
         """Bound a trial's mesh whatever is recomputed: nothing is, and memory is no limit."""
-        free_s = self._estimates.relaxed_s(replace(trial, recompute="none"))
+        free_s = self._estimates.relaxed_s(replace(trial, recompute="none"), self.left_to_prove_s)
         self._free_s[_without(trial)] = free_s / self.solving.at_once(trial)
 
     def _prove_again(self) -> None:
@@ -386,10 +394,12 @@ class Outer:
             least = min(left, key=lambda each: each.solution.bound_s, default=None)
             if least is None or least.trial in proven or self._is_good(least.solution.bound_s):
                 return
+            if self.left_to_prove_s <= 0:
+                return
             proven.add(least.trial)
             bound_s = self._fluid_of(least.trial).step_s
             unknown = bound_s == 0.0 and self._is_open(least)
-            if not self._is_good(bound_s) and relaxed < _PROVEN and self.left_s > 0:
+            if not self._is_good(bound_s) and relaxed < _PROVEN:
                 whole = Trial(least.trial.ranks)
                 if unknown and _without(least.trial) not in self._free_s:
                     self._relax_plain(least.trial)

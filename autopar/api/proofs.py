@@ -1,7 +1,7 @@
 """What trials can be at best: their blocks as a fluid, under every schedule that the search could take.
 
-Bounds of work alone know neither that recomputing less takes memory nor that pipelines fill and drain. These do, at a
-few hundredths of a second a trial, where a relaxation of all layouts takes a second.
+Bounds of work alone know neither that recomputing less takes memory nor that pipelines fill, drain and hand over. These
+do, at a few hundredths of a second a trial, where a relaxation of all layouts takes a second.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import inf
 
+from autopar.api.crossings import least_handing
 from autopar.api.floors import WAYS, Floors, Work
 from autopar.api.kinds import is_settled, shape_of, tensor_parallel
 from autopar.api.pipelining import Wanted
@@ -87,11 +88,15 @@ class Proofs:
             return Best(least_step_s(blocks, _flow(Wanted(1), count), count, budget), None)
         places = solving.places(trial.depth)
         budget = max(places.budgets) - min(places.reserved)
+        sizes = tuple(axis.size for axis in trial.ranks)
+        crossing_bytes = self._floors.crossing_bytes / (count * replicas * width)
+        handing = least_handing(solving.equal, trial.depth, sizes, crossing_bytes)
         found = Best(inf, None)
         for wanted in ways:
             if wanted.depth * wanted.interleave > int(blocks.counts.sum()):
                 continue
-            step_s = least_step_s(blocks, _flow(wanted, count), count, budget, share=solving.cluster.share)
+            flow, share = _flow(wanted, count), solving.cluster.share
+            step_s = least_step_s(blocks, flow, count, budget, share=share, handing=handing)
             found = Best(min(step_s, found.step_s), wanted if step_s < _BETTER * found.step_s else found.wanted)
         return found
 

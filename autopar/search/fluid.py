@@ -18,14 +18,21 @@ in I:
     the first micro-batch's way down and back, if r has one stage, and at most f micro-batches in flight: the first
     backward starts behind F of all stages and the backward of those behind r, and m - f forwards come after it
         T >= sum over other stages (F + I) + F + m * I + (m - f) * F
+    and of any boundary between ranks that m values cross one after another, the last of them down and back after that
+        T >= sum over all stages (F + I) + (m - 1) * one transfer
+
+To each is added what transfers take on the ways that it counts, there and back. Where n boundaries are between the same
+two ranks, in turn, m * n transfers take no more than T either.
 
 Narayanan et al. 2021 and Qi et al. 2024 have these times for even stages (sources in `cost_models.pipeline`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import highspy
 import numpy as np
@@ -73,6 +80,26 @@ class Fluid:
 
 
 @dataclass(frozen=True)
+class Handing:
+    """What handing a value of one micro-batch, or its gradient, from rank to rank takes at least."""
+
+    least_s: float = 0.0
+    """From any rank to any other."""
+
+    most_s: float = 0.0
+    """From one of the ranks to one that not all can be near to."""
+
+    path_s: float = 0.0
+    """From rank to rank until all were passed."""
+
+    host_s: float = 0.0
+    """Of the core that computes, on either side, beside that."""
+
+
+_NOTHING = Handing()
+
+
+@dataclass(frozen=True)
 class Flow:
     """What of a schedule counts here."""
 
@@ -80,6 +107,15 @@ class Flow:
     """[stage]."""
 
     splits_backward: bool
+    handed: Ints
+    """[stage]: how often a value changed ranks on its way there."""
+
+    remote: Ints
+    """[stage]: neighbours on other ranks."""
+
+    between_two: int
+    """Boundaries between the same two ranks, at most."""
+
     moments: Sequence[Floats]
     """Of each rank [moment, own stage, 2], see `in_flight`."""
 
@@ -88,10 +124,27 @@ class Flow:
         """Return a schedule's."""
         ranks = range(schedule.ranks)
         moments = [in_flight(schedule, rank) for rank in ranks]
-        return cls(np.array(schedule.rank_of), schedule.splits_backward, moments)
+        rank_of = np.array(schedule.rank_of)
+        changes = (rank_of[1:] != rank_of[:-1]).astype(np.int64)
+        remote = np.append(changes, 0) + np.append(0, changes)
+        ways = Counter((one, other) for one, other in pairwise(schedule.rank_of) if one != other)
+        between_two = max(ways.values(), default=0)
+        return cls(rank_of, schedule.splits_backward, np.append(0, changes.cumsum()), remote, between_two, moments)
+
+    def path_s(self, handing: Handing) -> float:
+        """Return what a value's way through all stages takes: every rank is passed once at least."""
+        return handing.path_s + max(0, int(self.handed[-1]) - len(self.moments) + 1) * handing.least_s
 
 
-def least_step_s(blocks: Fluid, flow: Flow, microbatches: int, budget_bytes: float, *, share: float = 1.0) -> float:
+def least_step_s(
+    blocks: Fluid,
+    flow: Flow,
+    microbatches: int,
+    budget_bytes: float,
+    *,
+    share: float = 1.0,
+    handing: Handing = _NOTHING,
+) -> float:
     """Return seconds that no cut of the blocks, run by this schedule, beats; infinite if none fits the budget.
 
     `flow` may be of fewer micro-batches than there are: it tells how many are in flight. `share`: what a rank has of a
@@ -109,50 +162,64 @@ def least_step_s(blocks: Fluid, flow: Flow, microbatches: int, budget_bytes: flo
     inputs = blocks.input_gradient_s[kind] + blocks.again_s[kind, way]
     many, splits = microbatches, flow.splits_backward
     less: list[Floats] = []  # rows of seconds that T is no less than
+    beside: list[float] = []  # transfers of each row
+    path_s, beside_all_s = flow.path_s(handing), 0.0
+    host_s = handing.host_s * flow.remote
     busy = np.zeros(len(kind))
     room: list[Floats] = []
     for rank, moments in enumerate(flow.moments):
         own = np.flatnonzero(rank_of == rank)
         mine, ahead = rank_of[stage] == rank, stage < own[0]
         work = mine * many * (forward + inputs + weight)
+        there_s = int(flow.handed[own[0]]) * handing.least_s + float(host_s[: own[0]].sum())
+        own_s = float(host_s[own].sum())
         less.append(ahead * (forward if splits else forward + inputs + weight) + work)
+        beside.append((1.0 if splits else 2.0) * there_s + 2.0 * many * own_s)
+        beside_all_s += beside[-1]
         busy += less[-1] if share == 1.0 else work
         if splits:
             less.append(ahead * (forward + inputs) + mine * many * (forward + inputs))
+            beside.append(2.0 * there_s + 2.0 * many * own_s)
         if len(own) == 1:
             back = inputs if splits else inputs + weight
             late = max(0.0, many - max(1.0, float(moments[:, 0, 0].max())))
             less.append(np.where(mine, forward + many * back + late * forward, forward + back))
+            beside.append(2.0 * (path_s + float(host_s.sum())) + (many - 1 + late) * own_s)
         for moment in moments:
             flying = np.zeros((stages, 2))
             flying[own] = moment
             waits = flying[stage, 0] * blocks.saved_bytes[kind, way] + flying[stage, 1] * blocks.late_bytes[kind]
             room.append(mine * (waits + blocks.static_bytes[kind]))
+    less.append(forward + inputs)
+    beside.append(2.0 * (path_s + float(host_s.sum())) + (many - 1) * handing.most_s)
     # Where cores are shared, others compute while one waits.
-    every = (busy, many * blocks.elsewhere_s if share == 1.0 else 0.0)
-    return _solved(blocks, kind, stage, share * np.array(less), every, np.array(room) / budget_bytes, len(flow.moments))
+    every = (busy, many * blocks.elsewhere_s + beside_all_s if share == 1.0 else 0.0)
+    seconds = (share * np.array(less), np.array(beside))
+    least_s = _solved(blocks, kind, stage, seconds, every, np.array(room) / budget_bytes, len(flow.moments))
+    return max(least_s, many * flow.between_two * handing.least_s) if least_s else 0.0
 
 
 def _solved(
     blocks: Fluid,
     kind: Ints,
     stage: Ints,
-    less: Floats,
+    seconds: tuple[Floats, Floats],
     busy: tuple[Floats, float],
     room: Floats,
     ranks: int,
 ) -> float:
     """Return the least T.
 
-    No row of `less` is more than T, and none of `room` more than 1; `busy` is what all ranks are busy for, and how much
-    longer they are.
+    No row of `seconds` is more than T, what transfers add to each included, and none of `room` more than 1; `busy` is
+    what all ranks are busy for, and how much longer they are.
     """
+    less, beside = seconds
     count, last = len(blocks.counts), int(stage.max())
     scale_s = float(less.max()) or 1.0
     each = (kind[None, :] == np.arange(count)[:, None]).astype(np.float64)
     rows = np.vstack([each, less / scale_s, busy[0] / scale_s, room])
     slower = np.concatenate([np.zeros(count), -np.ones(len(less)), [-ranks], np.zeros(len(room))])
-    upper = np.concatenate([blocks.counts, np.zeros(len(less)), [-busy[1] / scale_s], np.ones(len(room))])
+    upper = np.concatenate([blocks.counts, -beside / scale_s, [-busy[1] / scale_s], np.ones(len(room))])
     lower = np.concatenate([blocks.counts, np.full(len(upper) - count, -highspy.kHighsInf)])
     apart = ((kind == 0) & (stage > 0)) | ((kind == count - 1) & (stage < last))
     most = np.where(apart, 0.0, highspy.kHighsInf)

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 import torch
 
-from autopar.api.outer import _freer
+from autopar.api.outer import Outer, _freer
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
 from autopar.api.solving import Solved, Solving
@@ -17,7 +17,7 @@ from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial, Uniform
 from cost_models.cluster import ClusterSpec
-from tests.api.test_outer import CAPTURED, Deep, cluster
+from tests.api.test_outer import CAPTURED, Deep, cluster, planned
 
 WAYS = [Wanted(2), Wanted(2, "zb_h1"), Wanted(2, "interleaved_1f1b", 2), Wanted(2, "zbv", 2)]
 
@@ -33,11 +33,15 @@ def proofs(spec: ClusterSpec, program: Captured = CAPTURED) -> Proofs:
     return Proofs(Solving(program.graph, spec, options), read_wishes(options), mixes=True)
 
 
-@pytest.mark.parametrize("memory", ["16 GiB", "2 MiB"])
+@pytest.mark.parametrize(
+    ("memory", "bandwidth"), [("16 GiB", "100 Gbit/s"), ("2 MiB", "100 Gbit/s"), ("16 GiB", "1 Mbit/s")]
+)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("depth", "microbatches"), [(1, 4), (2, 4)])
-def test_no_plan_of_a_trial_beats_its_bound(depth: int, microbatches: int, recompute: Uniform, memory: str):
-    proof = proofs(cluster(memory, "100 Gbit/s"))
+def test_no_plan_of_a_trial_beats_its_bound(
+    depth: int, microbatches: int, recompute: Uniform, memory: str, bandwidth: str
+):
+    proof = proofs(cluster(memory, bandwidth))
     ways = WAYS if depth > 1 else []
     given = trial(depth, microbatches, recompute)
 
@@ -47,6 +51,33 @@ def test_no_plan_of_a_trial_beats_its_bound(depth: int, microbatches: int, recom
     assert not isinstance(priced, Solved)
     solved = proof.solving.solve(priced, proof.wishes, ways, inf, 60.0)
     assert solved.step_s >= bound.step_s > 0
+
+
+def test_pipelines_that_wait_for_their_messages_are_proven_slower_than_one_stage():
+    """Four stages of 45 us each hand over what takes a core 100 us to send, and as long to receive."""
+    found = planned(cluster())
+
+    assert found.decisions.degrees["pp"] == 1
+    assert found.solver.gap < 0.01
+
+
+@pytest.mark.parametrize("proving_s", [60.0, 0.0])
+def test_part_of_the_time_limit_is_kept_for_proofs(monkeypatch: pytest.MonkeyPatch, proving_s: float):
+    whole = planned(cluster("4 MiB"), memory_margin=0.0)
+
+    def late(outer: Outer) -> None:
+        monkeypatch.setattr(Outer, "left_s", 0.0)
+        monkeypatch.setattr(Outer, "left_to_prove_s", proving_s)
+        lighten(outer)
+
+    lighten = Outer._lighten
+    monkeypatch.setattr(Outer, "_lighten", late)
+
+    found = planned(cluster("4 MiB"), memory_margin=0.0)
+
+    assert found.solver.objective == whole.solver.objective
+    proven = found.solver.bound / whole.solver.bound
+    assert proven == pytest.approx(1.0) if proving_s else proven < 0.5
 
 
 def test_less_memory_bounds_more_until_nothing_fits():

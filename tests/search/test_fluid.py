@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from math import inf
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.pipeline import Edge, PipelineCosts, StageCost
 from autopar.ir.schedule import PipelineSchedule
-from autopar.search.fluid import Flow, Fluid, least_step_s
+from autopar.search.fluid import Flow, Fluid, Handing, least_step_s
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
 
@@ -35,8 +36,19 @@ def programs(draw: st.DrawFn, most: int = 5) -> Fluid:
     return Fluid(np.ones(count, dtype=np.int64), *own, again, saved, numbers(4)[:, 0], numbers(4)[:, 0])
 
 
-def run(blocks: Fluid, schedule: PipelineSchedule, cut: tuple[int, ...], ways: tuple[int, ...]) -> tuple[float, int]:
-    """Return seconds and the largest rank's bytes of one cut with one recomputation."""
+def run(
+    blocks: Fluid,
+    schedule: PipelineSchedule,
+    cut: tuple[int, ...],
+    ways: tuple[int, ...],
+    hops_s: Sequence[float] = (),
+    host_s: float = 0.0,
+) -> tuple[float, int]:
+    """Return seconds and the largest rank's bytes of one cut with one recomputation.
+
+    `hops_s` are of handing a value to the next rank, or back, by the rank that comes first; `host_s` is what either
+    side's core spends on it.
+    """
     place = np.arange(len(ways))
     stops = (*cut[1:], len(ways))
     own = np.array(ways)
@@ -45,27 +57,32 @@ def run(blocks: Fluid, schedule: PipelineSchedule, cut: tuple[int, ...], ways: t
         return float(values[start:stop].sum())
 
     again, saved = blocks.again_s[place, own], blocks.saved_bytes[place, own]
+    away = [one != other for one, other in pairwise(schedule.rank_of)]
+    handled = [host_s * sum(each) for each in zip([0, *away], [*away, 0], strict=True)]
     stages = tuple(
         StageCost(
-            forward_s=total(blocks.forward_s, start, stop),
-            input_gradient_s=total(blocks.input_gradient_s + again, start, stop),
+            forward_s=total(blocks.forward_s, start, stop) + by_host_s,
+            input_gradient_s=total(blocks.input_gradient_s + again, start, stop) + by_host_s,
             weight_gradient_s=total(blocks.weight_gradient_s, start, stop),
             static_bytes=int(total(blocks.static_bytes, start, stop)),
             activation_bytes=int(total(saved, start, stop)),
             kept_bytes=int(total(blocks.late_bytes, start, stop)),
         )
-        for start, stop in zip(cut, stops, strict=True)
+        for start, stop, by_host_s in zip(cut, stops, handled, strict=True)
     )
-    edges = tuple(Edge(stage, stage + 1, 0.0, 0.0) for stage in range(len(cut) - 1))
+    seconds = [hops_s[min(pair)] if hops_s else 0.0 for pair in pairwise(schedule.rank_of)]
+    edges = tuple(Edge(stage, stage + 1, hop_s, hop_s) for stage, hop_s in enumerate(seconds))
     timeline = simulate(schedule, PipelineCosts(stages, edges))
     return timeline.makespan_s, max(rank.peak_bytes for rank in timeline.ranks)
 
 
-def all_runs(blocks: Fluid, schedule: PipelineSchedule) -> list[tuple[float, int]]:
+def all_runs(
+    blocks: Fluid, schedule: PipelineSchedule, hops_s: Sequence[float] = (), host_s: float = 0.0
+) -> list[tuple[float, int]]:
     count = len(blocks.counts)
     cuts = [(0, *rest) for rest in combinations(range(1, count), schedule.stages - 1)]
     every = product(range(blocks.again_s.shape[1]), repeat=count)
-    return [run(blocks, schedule, cut, ways) for ways in every for cut in cuts]
+    return [run(blocks, schedule, cut, ways, hops_s, host_s) for ways in every for cut in cuts]
 
 
 @pytest.mark.parametrize(("name", "interleave"), SCHEDULES)
@@ -83,6 +100,40 @@ def test_no_cut_and_recomputation_beats_the_bound(
     bound_s = least_step_s(blocks, Flow.of(schedule), microbatches, budget)
 
     assert bound_s <= min(step_s for step_s, held in known if held <= budget) + 1e-9
+
+
+@pytest.mark.parametrize(("name", "interleave"), SCHEDULES)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), blocks=programs(4), microbatches=st.integers(1, 5))
+def test_no_cut_whose_values_are_handed_from_rank_to_rank_beats_the_bound(
+    name: str, interleave: int, data: st.DataObject, blocks: Fluid, microbatches: int
+):
+    ranks = data.draw(st.integers(2, max(2, len(blocks.counts) // interleave)))
+    assume(ranks * interleave <= len(blocks.counts))
+    # The last goes from the last rank to the first, where stages go round.
+    hops_s = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
+    handing = Handing(min(hops_s), max(hops_s[:-1]), sum(hops_s[:-1]), data.draw(st.integers(0, 3)))
+    schedule = generate(name, ranks=ranks, microbatches=microbatches, interleave=interleave)
+    known = all_runs(blocks, schedule, hops_s, handing.host_s)
+    assume(max(held for _, held in known) > 0)
+
+    bound_s = least_step_s(blocks, Flow.of(schedule), microbatches, max(held for _, held in known), handing=handing)
+
+    assert bound_s <= min(step_s for step_s, _ in known) + 1e-9
+    assert bound_s >= 2 * handing.path_s * (1 - 1e-6)
+
+
+def test_what_two_ranks_hand_over_one_after_another_bounds_even_what_nobody_computes():
+    nothing = np.zeros(4)
+    blocks = Fluid(
+        np.ones(4, dtype=np.int64), nothing, nothing, nothing, np.zeros((4, 1)), np.ones((4, 1)), *[nothing] * 2
+    )
+    flow = Flow.of(generate("1f1b", ranks=4, microbatches=8))
+
+    bound_s = least_step_s(blocks, flow, 8, 100.0, handing=Handing(1.0, 5.0, 7.0, 0.5))
+
+    # On its way and back, a value passes two hosts for each of three boundaries.
+    assert bound_s == pytest.approx(7 * 5.0 + 2 * 7.0 + 2 * 3 * 2 * 0.5, rel=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
