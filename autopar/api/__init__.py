@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from autopar._torch import pytree
+from autopar.api.collecting import seldom_collected
 from autopar.api.planning import Planner, Program
 from autopar.api.precisions import fastest
 from autopar.capture import Captured, capture
@@ -155,7 +156,8 @@ def plan_program(
 ) -> Plan:
     """Return the best plan for a program."""
     program = Program(graph, name, torch.__version__.partition("+")[0], tokens_per_step)
-    return Planner(program, cluster, options, progress).plan()
+    with seldom_collected():
+        return Planner(program, cluster, options, progress).plan()
 
 
 def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -> ClusterSpec:
