@@ -85,7 +85,7 @@ class Proofs:
         )
         if trial.depth == 1:
             budget = solving.budget - solving.equal.device.reserved_bytes
-            return Best(least_step_s(blocks, _flow(Wanted(1), count), count, budget), None)
+            return Best(least_step_s(blocks, _flow(Wanted(1), min(count, _STEADY)), count, budget), None)
         places = solving.places(trial.depth)
         budget = max(places.budgets) - min(places.reserved)
         sizes = tuple(axis.size for axis in trial.ranks)
@@ -95,7 +95,7 @@ class Proofs:
         for wanted in ways:
             if wanted.depth * wanted.interleave > int(blocks.counts.sum()):
                 continue
-            flow, share = _flow(wanted, count), solving.cluster.share
+            flow, share = _flow(wanted, min(count, _STEADY * wanted.depth)), solving.cluster.share
             step_s = least_step_s(blocks, flow, count, budget, share=share, handing=handing)
             found = Best(min(step_s, found.step_s), wanted if step_s < _BETTER * found.step_s else found.wanted)
         return found
@@ -115,4 +115,4 @@ class Proofs:
 @lru_cache(maxsize=1024)
 def _flow(wanted: Wanted, microbatches: int) -> Flow:
     """Return what a schedule has in flight."""
-    return Flow.of(wanted.schedule_for(min(microbatches, _STEADY * wanted.depth)))
+    return Flow.of(wanted.schedule_for(microbatches))

@@ -87,6 +87,7 @@ def _module_name(expression: str, prefix: str) -> str:
     return path.removeprefix(prefix).removeprefix(".") if path.startswith(prefix) else path
 
 
+@lru_cache(maxsize=4096)
 def layer_path(module: str) -> str:
     """Return the path of the layer that a module belongs to: its path up to the first number; empty if none."""
     match = _LAYER.match(module)

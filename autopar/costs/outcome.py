@@ -69,12 +69,20 @@ class Outcome:
 
     def strategy(self, rep: str) -> MeshStrategy:
         """Return the strategy of a representative operator, along time too where there are micro-batches."""
-        node = self.pricing.home[rep]
-        return self.pricing.clusters[node].strategy(rep, self.options[node])
+        return self._strategies[rep]
+
+    @cached_property
+    def _strategies(self) -> dict[str, MeshStrategy]:
+        clusters, options = self.pricing.clusters, self.options
+        return {rep: clusters[node].strategy(rep, options[node]) for rep, node in self.pricing.home.items()}
 
     def seconds(self, rep: str) -> float:
         """Return the seconds of one instance of a representative operator in one micro-batch, collectives left out."""
-        return self._operator(self.graph.by_name[rep], 1).predicted_s
+        return self._seconds[rep]
+
+    @cached_property
+    def _seconds(self) -> dict[str, float]:
+        return {op.name: self._operator(op, 1).predicted_s for op in self.graph.representatives}
 
     @cached_property
     def issued_operators(self) -> int:
@@ -110,12 +118,7 @@ class Outcome:
     def decisions(self, mesh: Mesh, degrees: Mapping[str, int]) -> Decisions:
         """Return all that the rewriter and the runtime read."""
         graph = self.graph
-        instances = Counter(graph.representative(op.name) for op in graph.ops)
-        found = {
-            op.name: self._operator(op, instances[op.name])
-            for op in graph.ops
-            if graph.representative(op.name) == op.name
-        }
+        found = {op.name: self._operator(op, len(graph.instances[op.name])) for op in graph.representatives}
         parameters = dict(sorted(self._parameters()))
         outputs = {o.name: self.output_layout(o.name) for o in graph.outputs if o.kind == "output" and o.ref}
         in_time: dict[str, Placement] = {}
@@ -282,16 +285,13 @@ class Outcome:
 
     def _clock(self) -> Clock:
         """Return when each operator begins and ends in its phase, computation alone."""
-        spent: dict[str, float] = {}
         begin: dict[str, float] = {}
+        end: dict[str, float] = {}
         now = {"forward": 0.0, "backward": 0.0}
         for op in self.graph.ops:
-            rep = self.graph.representative(op.name)
-            if rep not in spent:
-                spent[rep] = self._operator(self.graph.by_name[rep], 1).predicted_s
             begin[op.name] = now[op.phase]
-            now[op.phase] += spent[rep]
-        end = {name: at + spent[self.graph.representative(name)] for name, at in begin.items()}
+            now[op.phase] += self.seconds(self.graph.representative(op.name))
+            end[op.name] = now[op.phase]
         return Clock(begin, end, now, self.microbatches)
 
     @property
@@ -372,14 +372,7 @@ class Outcome:
 
     def _compute_s(self) -> float:
         """Return the seconds of all operators on one device, collectives left out."""
-        total = 0.0
-        known: dict[str, float] = {}
-        for op in self.graph.ops:
-            rep = self.graph.representative(op.name)
-            if rep not in known:
-                known[rep] = self._operator(self.graph.by_name[rep], 1).predicted_s
-            total += known[rep]
-        return self.microbatches * total
+        return self.microbatches * sum(self.seconds(self.graph.representative(op.name)) for op in self.graph.ops)
 
     @cached_property
     def memory_curve(self) -> Floats:

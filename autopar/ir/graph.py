@@ -154,6 +154,11 @@ class Graph:
         return self.fold.get(name, name)
 
     @cached_property
+    def representatives(self) -> tuple[Op, ...]:
+        """Return the operators that stand for themselves and for all that share their decisions, in order."""
+        return tuple(op for op in self.ops if self.fold.get(op.name, op.name) == op.name)
+
+    @cached_property
     def instances(self) -> Mapping[str, tuple[Op, ...]]:
         """Return, for each representative, the operators whose decision it is, in order; whose first comes first."""
         found: dict[str, list[Op]] = {}

@@ -160,43 +160,49 @@ def least_step_s(
     stage = np.repeat(np.arange(stages), len(kinds))
     forward, weight = blocks.forward_s[kind], blocks.weight_gradient_s[kind]
     inputs = blocks.input_gradient_s[kind] + blocks.again_s[kind, way]
-    many, splits = microbatches, flow.splits_backward
-    less: list[Floats] = []  # rows of seconds that T is no less than
-    beside: list[float] = []  # transfers of each row
-    path_s, beside_all_s = flow.path_s(handing), 0.0
-    host_s = handing.host_s * flow.remote
-    busy = np.zeros(len(kind))
-    room: list[Floats] = []
-    for rank, moments in enumerate(flow.moments):
-        own = np.flatnonzero(rank_of == rank)
-        mine, ahead = rank_of[stage] == rank, stage < own[0]
-        work = mine * many * (forward + inputs + weight)
-        there_s = int(flow.handed[own[0]]) * handing.least_s + float(host_s[: own[0]].sum())
-        own_s = float(host_s[own].sum())
-        less.append(ahead * (forward if splits else forward + inputs + weight) + work)
-        beside.append((1.0 if splits else 2.0) * there_s + 2.0 * many * own_s)
-        beside_all_s += beside[-1]
-        busy += less[-1] if share == 1.0 else work
-        if splits:
-            less.append(ahead * (forward + inputs) + mine * many * (forward + inputs))
-            beside.append(2.0 * there_s + 2.0 * many * own_s)
-        if len(own) == 1:
-            back = inputs if splits else inputs + weight
-            late = max(0.0, many - max(1.0, float(moments[:, 0, 0].max())))
-            less.append(np.where(mine, forward + many * back + late * forward, forward + back))
-            beside.append(2.0 * (path_s + float(host_s.sum())) + (many - 1 + late) * own_s)
-        for moment in moments:
-            flying = np.zeros((stages, 2))
-            flying[own] = moment
-            waits = flying[stage, 0] * blocks.saved_bytes[kind, way] + flying[stage, 1] * blocks.late_bytes[kind]
-            room.append(mine * (waits + blocks.static_bytes[kind]))
-    less.append(forward + inputs)
-    beside.append(2.0 * (path_s + float(host_s.sum())) + (many - 1) * handing.most_s)
+    both, back = forward + inputs + weight, inputs if flow.splits_backward else inputs + weight
+    many, ranks = microbatches, np.arange(len(flow.moments))
+    path_s, host_s = flow.path_s(handing), handing.host_s * flow.remote
+    mine = rank_of[stage] == ranks[:, None]
+    first = np.array([int(np.flatnonzero(rank_of == rank)[0]) for rank in ranks])
+    ahead = stage < first[:, None]
+    there_s = flow.handed[first] * handing.least_s + np.append(0.0, host_s.cumsum())[first]
+    own_s = np.bincount(rank_of, weights=host_s, minlength=len(ranks))
+    # Rows of seconds that T is no less than, and transfers of each: what is before a rank's first work, and all of it.
+    work = mine * many * both
+    less = [ahead * (forward if flow.splits_backward else both) + work]
+    beside = [(1.0 if flow.splits_backward else 2.0) * there_s + 2.0 * many * own_s]
+    busy = (less[0] if share == 1.0 else work).sum(axis=0)
+    beside_all_s = float(beside[0].sum())
+    if flow.splits_backward:
+        less.append(ahead * (forward + inputs) + mine * many * (forward + inputs))
+        beside.append(2.0 * there_s + 2.0 * many * own_s)
+    alone = np.bincount(rank_of) == 1
+    if alone.any():  # whoever has one stage goes back as often as there are micro-batches, ahead by what it holds
+        held = np.array([max(1.0, float(moments[:, 0, 0].max())) for moments in flow.moments])
+        late = np.maximum(0.0, many - held)
+        less.append(np.where(mine, forward + many * back + late[:, None] * forward, forward + back)[alone])
+        beside.append((2.0 * (path_s + float(host_s.sum())) + (many - 1 + late) * own_s)[alone])
+    less.append((forward + inputs)[None])
+    beside.append(np.array([2.0 * (path_s + float(host_s.sum())) + (many - 1) * handing.most_s]))
+    room = _held_bytes(blocks, flow, kind, way, stage)
     # Where cores are shared, others compute while one waits.
     every = (busy, many * blocks.elsewhere_s + beside_all_s if share == 1.0 else 0.0)
-    seconds = (share * np.array(less), np.array(beside))
-    least_s = _solved(blocks, kind, stage, seconds, every, np.array(room) / budget_bytes, len(flow.moments))
+    seconds = (share * np.vstack(less), np.concatenate(beside))
+    least_s = _solved(blocks, kind, stage, seconds, every, room / budget_bytes, len(flow.moments))
     return max(least_s, many * flow.between_two * handing.least_s) if least_s else 0.0
+
+
+def _held_bytes(blocks: Fluid, flow: Flow, kind: Ints, way: Ints, stage: Ints) -> Floats:
+    """Return [moments of all ranks, column] what a rank holds for a block of the column then."""
+    counts = [len(moments) for moments in flow.moments]
+    flying = np.zeros((sum(counts), len(flow.rank_of), 2))
+    for rank, (moments, end) in enumerate(zip(flow.moments, np.cumsum(counts), strict=True)):
+        flying[end - len(moments) : end, flow.rank_of == rank] = moments
+    mine = flow.rank_of[stage] == np.repeat(np.arange(len(counts)), counts)[:, None]
+    waits = flying[:, stage, 0] * blocks.saved_bytes[kind, way] + flying[:, stage, 1] * blocks.late_bytes[kind]
+    held: Floats = mine * (waits + blocks.static_bytes[kind])
+    return held
 
 
 def _solved(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.errors import UsageError
-from autopar.ir.schedule import COMPUTE, PipelineSchedule
+from autopar.ir.schedule import COMPUTE, Kind, PipelineSchedule
 from autopar.ir.table import Floats, Ints
 from autopar.search.closed_forms import Seconds, parts
 
@@ -317,6 +317,10 @@ def _all_held(schedule: PipelineSchedule) -> Floats:
     return padded
 
 
+_ACTIVATIONS: Mapping[Kind, int] = {"F": 1, "B": -1, "I": -1, "W": 0}
+_KEPT_PARTS: Mapping[Kind, int] = {"F": 0, "B": 0, "I": 1, "W": -1}
+
+
 def in_flight(schedule: PipelineSchedule, rank: int) -> Floats:
     """Return [moment, own stage, 2]: micro-batches of which a rank holds activations, and kept parts, at a moment.
 
@@ -331,14 +335,15 @@ def in_flight(schedule: PipelineSchedule, rank: int) -> Floats:
         if kind not in COMPUTE:
             continue
         at = slot[stage]
-        now[at] += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
-        now[at + 1] += {"F": 0, "B": 0, "I": 1, "W": -1}[kind]
+        now[at] += _ACTIVATIONS[kind]
+        now[at + 1] += _KEPT_PARTS[kind]
         if kind in "FI":
             seen.add(tuple(now))
     moments: list[Ints] = []
-    for state in np.array(sorted(seen, key=sum, reverse=True)):  # covered by one of a larger sum, if at all
-        if not moments or not (state <= np.array(moments)).all(axis=1).any():
-            moments.append(state)
+    states = np.array(sorted(seen, key=sum, reverse=True))  # covered by one of a larger sum, if at all
+    while len(states):
+        moments.append(states[0])
+        states = states[~(states <= states[0]).all(axis=1)]
     return np.array(moments, dtype=np.float64).reshape(len(moments), len(own), 2)
 
 

@@ -86,7 +86,7 @@ def compose(
         InfeasibleError: what the axes admit of an operator, each by itself, does not divide on all of them together.
     """
     sizes = tuple(axis.size for axis in axes)
-    reps = [op for op in graph.ops if graph.representative(op.name) == op.name]
+    reps = graph.representatives
     per_axis: list[Mapping[str, tuple[Strategy, ...]]] = []
     unknown: dict[str, Op] = {}
     shared = known if known is not None else {}
@@ -197,19 +197,31 @@ def _wanted(
     A fused projection is split within each of its parts, which only what cuts it apart knows.
     """
     wanted: dict[tuple[str, int], set[Shard]] = {}
-    for rep, instances in graph.instances.items():
-        placed = {(slot, each) for strategy in found[rep] for slot, each in enumerate(strategy.inputs)}
-        takes = [(slot, each) for slot, each in placed if isinstance(each, Shard) and each.outer > 1]
-        for op in instances if takes else ():
-            for slot, placement in takes:
-                ref = op.refs[slot]
-                wanted.setdefault((graph.representative(ref.op), ref.index), set()).add(placement)
+    sources = _sources(graph)
+    for rep, strategies in found.items():
+        placed = {(slot, each) for strategy in strategies for slot, each in enumerate(strategy.inputs)}
+        for slot, each in placed:
+            if isinstance(each, Shard) and each.outer > 1:
+                for source in sources[rep][slot]:
+                    wanted.setdefault(source, set()).add(each)
     for op in reps:
         for index in range(len(op.outputs)):
             if (op.name, index) in wanted:
                 wanted[op.name, index] -= {s.outputs[index] for s in found[op.name] if s.outputs[index]}
     calls = {op.name for op in reps if op.kind == "call"}
     return {key: frozenset(shards) for key, shards in wanted.items() if shards and key[0] in calls}
+
+
+@once_per_graph
+def _sources(graph: Graph) -> dict[str, list[set[tuple[str, int]]]]:
+    """Return what the operators that a representative stands for read in each slot, by its own representative."""
+    found: dict[str, list[set[tuple[str, int]]]] = {}
+    for rep, instances in graph.instances.items():
+        found[rep] = [set() for _ in instances[0].refs]
+        for op in instances:
+            for slot, ref in enumerate(op.refs):
+                found[rep][slot].add((graph.representative(ref.op), ref.index))
+    return found
 
 
 def _shape_of_args(op: Op) -> object:

@@ -77,12 +77,9 @@ def _follow(
     """Follow the `split` of inputs; `made` says where readers find what an operator makes."""
     placed: dict[tuple[str, int], Placement | None] = {}
     follow: dict[str, Strategy] = {}
-    for instance in graph.ops:
-        rep = graph.representative(instance.name)
-        if rep in follow:
-            continue
+    for rep, (op, *_) in graph.instances.items():
         # The first instance decides for all: in backward that is the last layer's, whose inputs are known.
-        op, options = instance, found[rep]
+        options = found[rep]
         outputs: tuple[Placement | None, ...]
         if op.kind == "call":
             now = [placed.get((graph.representative(ref.op), ref.index)) for ref in op.refs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 from autopar.ir.placement import Placement, Replicate, Shard
@@ -55,12 +56,20 @@ class _Follower:
     ) -> None:
         self._graph, self._count, self._options, self._spreads = graph, count, found, spreads
         self._follow: dict[str, Strategy] = {}
-        self._placed: dict[Ref, Placement | None] = {}
+        self._wiring = _wiring(graph)
+        self._placements: list[Placement | None] = []
+        self._codes: dict[Placement | None, int] = {}
+        self._placed: list[int] = [-1] * len(self._wiring.numbers)
+        """Of each value by its number: which of the placements it has."""
+
         self._facts: dict[Ref, Fact] = {}
         """Of values of which nothing is known there is none."""
 
-        self._known: dict[tuple[str, tuple[Placement | None, ...]], Strategy] = {}
-        """Strategies by representative and by where what it reads is, where nothing is known of that."""
+        self._told = bytearray(len(self._wiring.numbers))
+        """Of each value by its number: whether something is known of it."""
+
+        self._known: dict[str, dict[tuple[int, ...], list[int]]] = {}
+        """By representative and by where what it reads is, where what it makes is; nothing is known of either."""
 
         self._like: dict[Ref, Placement | None] = {}
         """Where blank values would be if they were where what they are made like is."""
@@ -70,13 +79,28 @@ class _Follower:
         self._results = {output.ref for output in graph.outputs if output.ref is not None}
 
     def run(self) -> dict[str, Strategy]:
-        for op in self._graph.ops:
-            if op.kind == "call":
+        placed, told, known = self._placed, self._told, self._known
+        for op, rep, reads, first in self._wiring.ops:
+            if op.kind != "call":
+                self._begin(op)
+                continue
+            # Deep programs are equal layers: what the first few of them come to is looked up.
+            made = known[rep].get(tuple([placed[each] for each in reads])) if rep in known else None
+            if made is None or any(map(told.__getitem__, reads)):
                 self._call(op)
             else:
-                self._begin(op)
+                placed[first : first + len(made)] = made
         self._settle_blanks()
         return self._follow
+
+    def _where(self, ref: Ref) -> Placement | None:
+        return self._placements[self._placed[self._wiring.numbers[ref]]]
+
+    def _place(self, ref: Ref, placement: Placement | None) -> None:
+        if placement not in self._codes:
+            self._codes[placement] = len(self._placements)
+            self._placements.append(placement)
+        self._placed[self._wiring.numbers[ref]] = self._codes[placement]
 
     def crossing(self) -> set[tuple[str, Ref]]:
         """Return which operators read what of other micro-batches than their own."""
@@ -84,18 +108,14 @@ class _Follower:
             (op.name, ref)
             for op in self._graph.ops
             for ref, wanted in self._read(op)
-            if self._placed[ref] not in {None, Replicate()} and self._placed[ref] != wanted
+            if self._where(ref) not in {None, Replicate(), wanted}
         }
 
     def cuts_what_was_relaid(self) -> bool:
         """Return whether rows are cut out of a whole value of which a view made them: nothing shows they are alike."""
-        relaid = _relaid(self._graph)
-        if not relaid:
-            return False
         return any(
-            ref.op in relaid and self._placed[ref] == Replicate() and isinstance(wanted, Shard)
-            for op in self._graph.ops
-            for ref, wanted in self._read(op)
+            isinstance(self._follow[rep].inputs[slot], Shard) and self._where(ref) == Replicate()
+            for rep, slot, ref in _reads_of_relaid(self._graph)
         )
 
     def _read(self, op: Op) -> Iterator[tuple[Ref, Placement]]:
@@ -112,17 +132,12 @@ class _Follower:
             mine = next((s for s in options if s.outputs[0] == Shard(0)), mine)
         self._follow.setdefault(rep, mine)
         for index, placement in enumerate(mine.outputs):
-            self._placed[Ref(op.name, index)] = Shard(0) if op.kind == "input" and batched else placement
+            self._place(Ref(op.name, index), Shard(0) if op.kind == "input" and batched else placement)
 
     def _call(self, op: Op) -> None:
         rep = self._graph.representative(op.name)
-        plain = self._plainly(op, rep)
-        if plain is not None:
-            for index, placement in enumerate(plain.outputs):
-                self._placed[Ref(op.name, index)] = placement
-            return
         metas = tuple(self._graph.meta(ref) for ref in op.refs)
-        now = tuple(self._placed[ref] for ref in op.refs)
+        now = tuple(self._where(ref) for ref in op.refs)
         call = Call(op, metas, self._count, ())
         seen = Seen(op, call, now, tuple(self._facts.get(ref, Fact()) for ref in op.refs), self._sorts)
         try:
@@ -134,10 +149,10 @@ class _Follower:
         except MixedRows:
             # Reads everything whole: what it reads in parts is then found to cross micro-batches.
             mine, facts = call.replicated(), (Fact(),) * len(op.outputs)
-            self._follow[rep] = mine
+            if self._follow.get(rep) != mine:
+                self._follow[rep] = mine
+                self._known.pop(rep, None)
         blank = self._is_blank(op)
-        if not blank and not any(ref in self._facts for ref in op.refs) and all(each == Fact() for each in facts):
-            self._known[rep, now] = mine
         if op.target.startswith("aten.sort.") and facts[0].tells is not None and is_ascending(op):
             self._sorts[op.name] = facts[0].tells[1]
         if blank:
@@ -146,17 +161,15 @@ class _Follower:
             self._like |= {Ref(op.name, index): placement for index, placement in enumerate(followed.outputs)}
         for index, placement in enumerate(mine.outputs):
             ref = Ref(op.name, index)
-            self._placed[ref] = None if blank else placement
+            self._place(ref, None if blank else placement)
             fact = Fact(ANY) if blank else facts[index]
             if fact != Fact():
                 self._facts[ref] = fact
-
-    def _plainly(self, op: Op, rep: str) -> Strategy | None:
-        """Return the strategy of an operator equal to one before that read the same; nothing is known of its rows."""
-        if any(ref in self._facts for ref in op.refs):
-            return None
-        mine = self._known.get((rep, tuple([self._placed[ref] for ref in op.refs])))
-        return mine if mine is not None and mine == self._follow[rep] else None
+                self._told[self._wiring.numbers[ref]] = True
+        if not blank and not any(ref in self._facts for ref in op.refs) and all(each == Fact() for each in facts):
+            numbers = self._wiring.numbers
+            made = [self._placed[numbers[Ref(op.name, index)]] for index in range(len(mine.outputs))]
+            self._known.setdefault(rep, {})[tuple(self._placed[numbers[ref]] for ref in op.refs)] = made
 
     def _found(self, seen: Seen, rep: str) -> tuple[Strategy, tuple[Fact, ...]]:
         own = RULES[seen.op.target](seen) if seen.op.target in RULES else linear(seen)
@@ -217,13 +230,48 @@ class _Follower:
 
     def _settle(self, op: Op, rep: str, wanted: set[Placement]) -> None:
         metas = tuple(self._graph.meta(ref) for ref in op.refs)
-        now = tuple(self._placed[ref] for ref in op.refs)
+        now = tuple(self._where(ref) for ref in op.refs)
         target = next(iter(wanted)) if len(wanted) == 1 else Replicate()
         for made in (target, Replicate()):
             fits = [each for each in self._options[rep] if all(placed == made for placed in each.outputs)]
             if fits:
                 self._follow[rep] = min(fits, key=lambda s: mismatch(s, now, metas, op.outputs, self._count))
                 return
+
+
+@once_per_graph
+def _reads_of_relaid(graph: Graph) -> tuple[tuple[str, int, Ref], ...]:
+    """Return who reads such values: the reader's representative, its slot and the value."""
+    relaid = _relaid(graph)
+    return tuple(
+        (graph.representative(op.name), slot, ref)
+        for op in graph.ops
+        if op.kind == "call"
+        for slot, ref in enumerate(op.refs)
+        if ref.op in relaid
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wiring:
+    """A program whose values are numbered: a follower goes through it for every number of micro-batches."""
+
+    ops: tuple[tuple[Op, str, tuple[int, ...], int], ...]
+    """Each operator, its representative, the values that it reads and the first of those that it makes."""
+
+    numbers: Mapping[Ref, int]
+    """Of every value."""
+
+
+@once_per_graph
+def _wiring(graph: Graph) -> _Wiring:
+    numbers: dict[Ref, int] = {}
+    ops = []
+    for op in graph.ops:
+        first = len(numbers)
+        numbers |= {Ref(op.name, index): first + index for index in range(len(op.outputs))}
+        ops.append((op, graph.representative(op.name), tuple(numbers[ref] for ref in op.refs), first))
+    return _Wiring(tuple(ops), numbers)
 
 
 @once_per_graph
