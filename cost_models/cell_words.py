@@ -32,6 +32,7 @@ _KIN: Mapping[str, str] = {
     **dict.fromkeys(("phi3", "internlm", "internlm2", "baichuan", "olmo", "olmo2", "smollm", "aquila"), "llama"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "chatglm", "glm", "glm4", "granite", "stablelm", "moe"), "llama"),
     **dict.fromkeys(("dbrx", "grok", "gptoss", "qwenmoe", "qwen2moe", "qwen3moe", "minicpm", "tinyllama"), "llama"),
+    **dict.fromkeys(("deepseek", "deepseekv2", "deepseekv3", "deepseekmoe", "moonlight", "kimi", "kimik2"), "llama"),
 }
 """Families that differ from one of the two by what hardly takes time: the kind of position, of activation, of norm."""
 

@@ -236,35 +236,22 @@ def _program_key(read: TrainingRow) -> ProgramKey:
 def _graph(key: ProgramKey) -> Graph:
     """Return the program of a model whose parameters are of the precision's type, at full depth."""
     sizes = key.sizes
-    settings = replace(_settings(sizes, key, min(sizes.layers, SHALLOW)), float32_loss=key.float32_loss)
+    first = sizes.mixture.dense_layers if sizes.mixture is not None else 0
+    settings = replace(_settings(sizes, key, min(sizes.layers, first + SHALLOW)), float32_loss=key.float32_loss)
     with torch.device("meta"):
         model = settings.model().to(_TYPES[key.precision]).train()
         inputs = settings.inputs(key.batch, key.seq)
     captured = capture(model, inputs).graph
     row = next(path for path, each in model.named_modules() if isinstance(each, nn.ModuleList))
-    graph = deepened(captured, {row: sizes.layers}) if sizes.layers > SHALLOW else captured
+    deep = sizes.layers > first + SHALLOW
+    graph = deepened(captured, {row: sizes.layers + sizes.further}, first=first) if deep else captured
     graph = balanced_positions(graph) if key.balanced else graph
     return gradients_in_float32(graph) if key.float32_gradients else graph
 
 
 def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings | LlamaSettings:
     if sizes.family == "llama":
-        return LlamaSettings(
-            layers=layers,
-            hidden=sizes.hidden,
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            intermediate=sizes.ffn_hidden,
-            vocab=key.vocab,
-            sequence=key.seq,
-            joined=key.joined,
-            fused_attention=sizes.fused_attention,
-            head_size=sizes.head_size,
-            qk_norm=sizes.qk_norm,
-            experts=sizes.experts,
-            experts_per_token=sizes.experts_per_token,
-            capacity_factor=_BALANCED,
-        )
+        return _llama(sizes, key, layers)
     return GptSettings(
         layers=layers,
         hidden=sizes.hidden,
@@ -281,3 +268,41 @@ def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings 
         fused_attention=sizes.fused_attention,
         dropout=0.0 if sizes.fused_attention else _DROPOUT,
     )
+
+
+def _llama(sizes: Architecture, key: ProgramKey, layers: int) -> LlamaSettings:
+    settings = LlamaSettings(
+        layers=layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        intermediate=sizes.ffn_hidden,
+        vocab=key.vocab,
+        sequence=key.seq,
+        joined=key.joined,
+        fused_attention=sizes.fused_attention,
+        head_size=sizes.head_size,
+        qk_norm=sizes.qk_norm,
+        capacity_factor=_BALANCED,
+        predictions=sizes.further,
+    )
+    if (mixture := sizes.mixture) is not None:
+        settings = replace(
+            settings,
+            intermediate=mixture.ffn,
+            experts=mixture.experts,
+            experts_per_token=mixture.chosen,
+            shared_intermediate=mixture.shared_ffn,
+            dense_layers=mixture.dense_layers,
+            dense_intermediate=mixture.dense_ffn,
+        )
+    if (latent := sizes.latent) is not None:
+        settings = replace(
+            settings,
+            kv_rank=latent.kv_rank,
+            q_rank=latent.q_rank,
+            plain_size=latent.plain,
+            rotated_size=latent.rotated,
+            value_size=latent.values,
+        )
+    return settings

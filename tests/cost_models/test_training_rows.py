@@ -138,8 +138,8 @@ def test_a_mixtrals_experts_are_known_by_its_name_and_others_by_their_columns():
     mixtral = read_training_row({**llama, "model": "Mixtral-8x7B"})
     other = read_training_row({**llama, "model": "Qwen3-30B-A3B", "num_experts": "128", "top_k": "8"})
 
-    found = [(each.architecture.experts, each.architecture.experts_per_token) for each in (mixtral, other)]
-    assert found == [(8, 2), (128, 8)]
+    found = [each.architecture.mixture for each in (mixtral, other)]
+    assert [(each.experts, each.chosen) for each in found if each is not None] == [(8, 2), (128, 8)]
     assert mixtral.assumed == "experts is missing: 8, of which 2 take a token, by the model's name"
 
 

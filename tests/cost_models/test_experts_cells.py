@@ -1,0 +1,68 @@
+"""What rows say of experts and of latent attention, and what a model's name says in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from cost_models.errors import CostModelError
+from cost_models.experts_cells import Latent, Mixture
+from cost_models.training_rows import read_training_row
+from tests.support.training_row import ROW
+
+LATENT = {"kv_lora_rank": "512", "qk_nope_head_dim": "128", "qk_rope_head_dim": "64", "v_head_dim": "128"}
+DEEPSEEK = {
+    **ROW, **LATENT, "family": "llama", "layers": "61", "q_lora_rank": "1536", "experts": "256", "top_k": "8",
+    "ffn_hidden": "18432", "moe_ffn_hidden": "2048", "first_k_dense": "3", "n_shared_experts": "1", "mtp_layers": "1",
+}  # fmt: skip
+V3 = (
+    Latent(q_rank=1536, kv_rank=512, plain=128, rotated=64, values=128),
+    Mixture(experts=256, chosen=8, ffn=2048, shared_ffn=2048, dense_layers=3, dense_ffn=18432),
+)
+
+
+def test_columns_say_latent_attention_dense_layers_and_shared_experts():
+    sizes = read_training_row(DEEPSEEK).architecture
+
+    assert (sizes.latent, sizes.mixture, sizes.further) == (*V3, 1)
+
+
+@pytest.mark.parametrize("family", ["deepseek", "DeepSeek-V3", "llama"])
+@pytest.mark.parametrize("width", ["18432", "2048"])
+def test_a_model_known_by_its_name_needs_none_of_them(family: str, width: str):
+    row = {**ROW, "model": "DeepSeek-V3", "family": family, "layers": "61", "ffn_hidden": width}
+    read = read_training_row(row)
+
+    assert (read.architecture.latent, read.architecture.mixture) == V3
+    assert "kv_lora_rank is missing: 512 and its kin, by the model's name" in read.assumed
+
+
+def test_what_a_row_says_goes_before_what_its_models_name_says():
+    row = {
+        **ROW,
+        "model": "DeepSeek-V3",
+        "family": "deepseek",
+        "layers": "13",
+        "first_k_dense": "0",
+        "experts": "64",
+        "top_k": "4",
+    }
+    sizes = read_training_row(row | {"n_shared_experts": "2", "ffn_hidden": "1024"}).architecture
+
+    assert sizes.mixture == Mixture(experts=64, chosen=4, ffn=1024, shared_ffn=2048, dense_layers=0, dense_ffn=18432)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qk_rope_head_dim": ""}, "kv_lora_rank is 512, of latent attention: add qk_rope_head_dim"),
+        ({"family": "gpt"}, "family is 'gpt': mixtures of experts are priced of the llama family alone"),
+        ({"moe_ffn_hidden": ""}, "first_k_dense is 3: add moe_ffn_hidden, the width of one expert"),
+        ({"layers": "3"}, "first_k_dense is 3 of 3 layers"),
+        ({"experts": "", "top_k": ""}, "first_k_dense is 3, and the row says of no experts: add experts and top_k"),
+    ],
+)
+def test_columns_that_say_a_part_name_what_is_missing(change: Mapping[str, str], message: str):
+    with pytest.raises(CostModelError, match=message):
+        read_training_row({**DEEPSEEK, **change})
