@@ -32,6 +32,10 @@ class Mixture:
     """The first layers, whose feed-forward is one of `dense_ffn`."""
 
     dense_ffn: int = 0
+    groups: int = 1
+    """Groups of experts, of which a token's are in `reached`."""
+
+    reached: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +61,34 @@ class _Known:
     """How many experts `shared_ffn` is of."""
 
 
-def _known(q_rank: int, experts: int, chosen: int, ffn: int, shared: int, dense: tuple[int, int]) -> _Known:
+def _known(
+    q_rank: int,
+    experts: int,
+    chosen: int,
+    ffn: int,
+    shared: int,
+    dense: tuple[int, int],
+    groups: tuple[int, int] = (1, 1),
+) -> _Known:
     latent = Latent(q_rank=q_rank, kv_rank=512, plain=128, rotated=64, values=128)
     layers, dense_ffn = dense
     mixture = Mixture(
-        experts=experts, chosen=chosen, ffn=ffn, shared_ffn=shared * ffn, dense_layers=layers, dense_ffn=dense_ffn
+        experts=experts,
+        chosen=chosen,
+        ffn=ffn,
+        shared_ffn=shared * ffn,
+        dense_layers=layers,
+        dense_ffn=dense_ffn,
+        groups=groups[0],
+        reached=groups[1],
     )
     return _Known(latent, mixture, shared)
 
 
 _BY_NAME: tuple[tuple[str, _Known], ...] = (
     (r"deepseek.?v?2.?lite", _known(0, 64, 6, 1408, 2, (1, 10944))),
-    (r"deepseek.?(coder.?)?v2", _known(1536, 160, 6, 1536, 2, (1, 12288))),
-    (r"deepseek.?(v3|r1)|\bdsv3", _known(1536, 256, 8, 2048, 1, (3, 18432))),
+    (r"deepseek.?(coder.?)?v2", _known(1536, 160, 6, 1536, 2, (1, 12288), (8, 3))),
+    (r"deepseek.?(v3|r1)|\bdsv3", _known(1536, 256, 8, 2048, 1, (3, 18432), (8, 4))),
     (r"moonlight", _known(0, 64, 6, 1408, 2, (1, 11264))),
     (r"kimi.?k2", _known(1536, 384, 8, 2048, 1, (1, 18432))),
 )
@@ -125,7 +144,11 @@ def mixture_of(row: Cells, family: str) -> tuple[Mixture | None, str]:
         raise CostModelError(f"family is {family!r}: mixtures of experts are priced of the llama family alone")
     ffn, dense_ffn = _widths(row, known)
     layers, shared = _first_and_shared(row, known, ffn)
+    groups, reached = (known.mixture.groups, known.mixture.reached) if known is not None else (1, 1)
+    groups = count_of(row, "n_group") if said(row, "n_group") else groups
+    reached = count_of(row, "topk_group") if said(row, "topk_group") else min(reached, groups)
     more = {"ffn": ffn, "shared_ffn": shared, "dense_layers": layers, "dense_ffn": dense_ffn}
+    more |= {"groups": groups, "reached": reached}
     if layers and not dense_ffn:
         raise CostModelError(
             f"first_k_dense is {layers}: add moe_ffn_hidden, the width of one expert; ffn_hidden is then that of the"

@@ -154,6 +154,7 @@ def estimates_of(read: TrainingRow) -> Estimates:
         training_cluster(read),
         options,
         stack=read.stack,
+        mixture=read.architecture.mixture,
         sharded_optimizer=read.zero in {1, 2},
         replicas=read.dp_shard * read.cp,
         peak_dtype=dtype,
