@@ -70,7 +70,7 @@ class Architecture:
     """Sizes of a model."""
 
     family: str
-    """`gpt` or `llama`, see the data's README."""
+    """`gpt`, `llama` or `seq2seq`, see the data's README."""
 
     is_nemotron: bool
     """Of the GPT family: squared ReLU, rotary positions, no biases, an output embedding of its own."""
@@ -98,6 +98,13 @@ class Architecture:
     """Its experts; None: it is no mixture of experts, and its feed-forward one of `ffn_hidden`."""
 
     latent: Latent | None = None
+    decoder_layers: int = 0
+    """Of an encoder with a decoder, the latter's; `layers` are the encoder's."""
+
+    decoder_seq: int = 0
+    gated: bool = False
+    """Of an encoder with a decoder: whether its feed-forward is gated (T5 1.1, mT5)."""
+
     further: int = 0
     """Layers behind the last that predict further tokens, one each."""
 
@@ -305,6 +312,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
     grouped = said(row, "kv_heads") != ""
     mixture, of_experts = mixture_of(row, family)
     latent, of_latent = latent_of(row, family)
+    decoder, of_decoder = _decoder(row, family)
     fused, of_attention = fuses_attention(row)
     sizes = Architecture(
         family=family,
@@ -323,9 +331,33 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         mixture=mixture,
         latent=latent,
         further=further_of(row) if family == "llama" else 0,
+        decoder_layers=decoder[0],
+        decoder_seq=decoder[1],
+        gated=_is_gated(row, family),
     )
-    of_groups = "" if grouped or latent is not None else f"kv_heads is missing: as many as heads, {heads}"
-    return sizes, (of_family, of_experts, of_latent, of_groups, of_attention)
+    of_groups = (
+        ""
+        if grouped or family == "seq2seq" or latent is not None
+        else f"kv_heads is missing: as many as heads, {heads}"
+    )
+    return sizes, (of_family, of_experts, of_latent, of_decoder, of_groups, of_attention)
+
+
+def _decoder(row: Mapping[str, str], family: str) -> tuple[tuple[int, int], str]:
+    """Return the layers and the sequence of a row's decoder beside an encoder, and what was assumed of them."""
+    if family != "seq2seq":
+        return (0, 0), ""
+    said_of = {"decoder_layers": "layers", "decoder_seq_len": "seq_len"}
+    layers, seq = (count_of(row, own if said(row, own) else other) for own, other in said_of.items())
+    missing = [own for own in said_of if not said(row, own)]
+    return (layers, seq), f"{' and '.join(missing)} missing: the encoder's" if missing else ""
+
+
+def _is_gated(row: Mapping[str, str], family: str) -> bool:
+    """Return whether an encoder with a decoder has a gated feed-forward: as said, else where it is narrower than 4."""
+    if family != "seq2seq":
+        return False
+    return answer_of(row, "gated") if said(row, "gated") else count_of(row, "ffn_hidden") < 4 * count_of(row, "hidden")
 
 
 def _head_size(row: Mapping[str, str], family: str, heads: int) -> int:
@@ -333,7 +365,7 @@ def _head_size(row: Mapping[str, str], family: str, heads: int) -> int:
     said = degree_of(row, "head_dim")
     if said == 1 or said * heads == count_of(row, "hidden"):
         return 0
-    if family != "llama":
+    if family == "gpt":
         share = count_of(row, "hidden") / heads
         raise CostModelError(
             f"head_dim is {said}, and hidden {row['hidden']} on {heads} heads is {share:g} each: heads of another size"
@@ -351,6 +383,8 @@ def _check(read: TrainingRow) -> None:
     if read.dp * read.tp * read.pp * read.cp != read.gpus:
         by_tokens = f" x cp {read.cp}" if read.cp > 1 else ""
         raise CostModelError(f"dp {read.dp} x tp {read.tp} x pp {read.pp}{by_tokens} is not the {read.gpus} GPUs")
+    if sizes.decoder_layers and read.cp > 1:
+        raise CostModelError(f"cp is {read.cp}: context parallelism of an encoder with a decoder is not priced")
     if read.seq_len % read.cp:
         raise CostModelError(f"a sequence of {read.seq_len} does not divide over cp {read.cp}")
     if sizes.mixture is not None and sizes.mixture.chosen > sizes.mixture.experts:

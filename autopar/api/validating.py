@@ -26,6 +26,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Estimates, Memory
 from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
+from autopar.models.zoo.seq2seq import Seq2SeqSettings
 from autopar.options import PlanOptions
 from autopar.search.meshes import Candidate, MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
@@ -242,15 +243,31 @@ def _graph(key: ProgramKey) -> Graph:
     with torch.device("meta"):
         model = settings.model().to(_TYPES[key.precision]).train()
         inputs = settings.inputs(key.batch, key.seq)
-    captured = capture(model, inputs).graph
-    row = next(path for path, each in model.named_modules() if isinstance(each, nn.ModuleList))
-    deep = sizes.layers > first + SHALLOW
-    graph = deepened(captured, {row: sizes.layers + sizes.further}, first=first) if deep else captured
+    graph = capture(model, inputs).graph
+    rows = {path: len(each) for path, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    for path, depth in zip(rows, (sizes.layers + sizes.further, sizes.decoder_layers), strict=False):
+        graph = deepened(graph, {path: depth}, first=first) if depth > rows[path] else graph
     graph = balanced_positions(graph) if key.balanced else graph
     return gradients_in_float32(graph) if key.float32_gradients else graph
 
 
-def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings | LlamaSettings:
+def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings | LlamaSettings | Seq2SeqSettings:
+    if sizes.decoder_layers:
+        return Seq2SeqSettings(
+            layers=layers,
+            # What the last layer of a decoder adds to the encoder's gradient begins their sum: it is no other's equal.
+            decoder_layers=min(sizes.decoder_layers, SHALLOW + 1),
+            hidden=sizes.hidden,
+            heads=sizes.heads,
+            head_size=sizes.head_size,
+            intermediate=sizes.ffn_hidden,
+            gated=sizes.gated,
+            vocab=key.vocab,
+            positions=key.seq,
+            decoder_positions=sizes.decoder_seq,
+            fused_attention=sizes.fused_attention,
+            dropout=0.0 if sizes.fused_attention else _DROPOUT,
+        )
     if sizes.family == "llama":
         return _llama(sizes, key, layers)
     return GptSettings(

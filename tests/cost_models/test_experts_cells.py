@@ -66,3 +66,26 @@ def test_what_a_row_says_goes_before_what_its_models_name_says():
 def test_columns_that_say_a_part_name_what_is_missing(change: Mapping[str, str], message: str):
     with pytest.raises(CostModelError, match=message):
         read_training_row({**DEEPSEEK, **change})
+
+
+def test_an_encoder_with_a_decoder_has_the_layers_of_both():
+    t5 = read_training_row({**ROW, "family": "t5", "decoder_layers": "12", "decoder_seq_len": "128"})
+    same = read_training_row({**ROW, "family": "mT5"})
+
+    assert (t5.architecture.decoder_layers, t5.architecture.decoder_seq) == (12, 128)
+    assert same.architecture.decoder_layers == same.architecture.layers
+    assert "decoder_layers and decoder_seq_len missing: the encoder's" in same.assumed
+
+
+@pytest.mark.parametrize(("width", "said", "gated"), [("0.5", "", True), ("4", "", False), ("4", "yes", True)])
+def test_a_feed_forward_narrower_than_four_is_a_gated_one(width: str, said: str, gated: bool):
+    row = {**ROW, "family": "t5", "ffn_hidden": str(int(float(width) * int(ROW["hidden"]))), "gated": said}
+
+    assert read_training_row(row).architecture.gated is gated
+
+
+def test_sequences_of_an_encoder_with_a_decoder_are_not_split():
+    row = {**ROW, "family": "t5", "cp": "2", "gpus": str(2 * int(ROW["gpus"]))}
+
+    with pytest.raises(CostModelError, match="cp is 2: context parallelism of an encoder with a decoder is not priced"):
+        read_training_row(row)

@@ -20,9 +20,8 @@ WRONG = [
     ({"device": "h1000"}, "device 'h1000' is not in the catalogue (did you mean 'h"),
     (
         {"family": "rwkv"},
-        "family is 'rwkv', not one of gpt, llama, bert: a table's columns say no more than their sizes",
+        "family is 'rwkv', not one of gpt, llama, bert, t5: a table's columns say no more than their sizes",
     ),
-    ({"family": "T5"}, "family is 'T5', of an encoder and a decoder, and the columns say the sizes of one"),
     ({"recompute": "maybe"}, "recompute is 'maybe', not one of none, selective, full"),
     ({"attention": "fast"}, "attention is 'fast', not one of flash, unfused"),
     ({"zero": ""}, "zero is missing: 0 for nothing sharded, 1 the optimizer, 2 gradients too, 3 parameters too"),

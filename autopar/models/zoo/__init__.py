@@ -19,6 +19,7 @@ from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
 from autopar.models.zoo.mlp import MlpSettings
 from autopar.models.zoo.resnet import ResNetSettings
+from autopar.models.zoo.seq2seq import Seq2SeqSettings
 from autopar.models.zoo.t5 import T5Settings
 from autopar.models.zoo.vit import VitSettings
 from autopar.suggest import did_you_mean
@@ -131,6 +132,9 @@ ZOO: dict[str, Settings] = {
     "bert-tiny": BertSettings(2, 64, 8, 128, vocab=128, positions=64),
     "bert-base": BertSettings(),
     "bert-large": BertSettings(24, 1024, 16, 4096),
+    "seq2seq-tiny": Seq2SeqSettings(
+        2, 2, 64, 8, intermediate=128, gated=True, vocab=128, positions=64, decoder_positions=16
+    ),
     "t5-tiny": T5Settings(2, 64, 8, 8, 128, vocab=128),
     "t5-small": T5Settings(6, 512, 8, 64, 2048),
     "t5-base": T5Settings(),
