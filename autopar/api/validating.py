@@ -160,8 +160,10 @@ def estimates_of(read: TrainingRow) -> Estimates:
         replicas=read.dp_shard * read.cp,
         peak_dtype=dtype,
     )
-    # What was measured reduced every gradient and gathered every parameter.
-    return solving.estimates(trial, replace(read_wishes(options), moves_activations=False))
+    # What was measured reduced every gradient and gathered every parameter. FSDP shards what a tensor-parallel rank has
+    # of a matrix, which in the layouts of plans is a shard of its other dimension: as many bytes.
+    wishes = replace(read_wishes(options), moves_activations=False, any_dim=read.tp > 1)
+    return solving.estimates(trial, wishes)
 
 
 def _axes(read: TrainingRow, microbatches: int) -> Candidate:
