@@ -32,6 +32,7 @@ _KIN: Mapping[str, str] = {
     **dict.fromkeys(("phi3", "internlm", "internlm2", "baichuan", "olmo", "olmo2", "smollm", "aquila"), "llama"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "chatglm", "glm", "glm4", "granite", "stablelm", "moe"), "llama"),
     **dict.fromkeys(("dbrx", "grok", "gptoss", "qwenmoe", "qwen2moe", "qwen3moe", "minicpm", "tinyllama"), "llama"),
+    **dict.fromkeys(("deepseek", "deepseekv2", "deepseekv3", "deepseekmoe", "moonlight", "kimi", "kimik2"), "llama"),
 }
 """Families that differ from one of the two by what hardly takes time: the kind of position, of activation, of norm."""
 
@@ -128,21 +129,18 @@ def _plain(text: str) -> str:
 
 
 def family_of(row: Cells) -> tuple[str, str]:
-    """Return `gpt` or `llama`, and what was assumed of another name; empty: nothing."""
+    """Return `gpt`, `llama` or `seq2seq`, and what was assumed of another name; empty: nothing."""
     text = text_of(row, "family")
     plain = _plain(text)
-    if plain in {"gpt", "llama"}:
+    if plain in {"gpt", "llama", "seq2seq"}:
         return plain, ""
     if plain in _ENCODERS:
         return "gpt", f"family {text!r} is priced as gpt without a causal mask, its head on all positions"
     if plain in _TWO_STACKS:
-        raise CostModelError(
-            f"family is {text!r}, of an encoder and a decoder, and the columns say the sizes of one:"
-            " `autopar plan` prices such models from their code"
-        )
+        return "seq2seq", f"family {text!r} is priced as an encoder and a decoder with learned positions"
     if plain not in _KIN:
         raise CostModelError(
-            f"family is {text!r}, not one of gpt, llama, bert: a table's columns say no more than their sizes;"
+            f"family is {text!r}, not one of gpt, llama, bert, t5: a table's columns say no more than their sizes;"
             " `autopar plan` prices other models from their code"
         )
     return _KIN[plain], f"family {text!r} is priced as {_KIN[plain]}"

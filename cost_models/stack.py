@@ -49,6 +49,19 @@ class Stack:
     joins: bool = False
     """Whether queries, keys and values are one product, and so gate and up of a gated feed-forward."""
 
+    joins_exchanges_from: int = 0
+    """Year from which a token goes to a node once, however many of its experts are there; 0: never.
+
+    DeepEP and HybridEP, `moe_flex_dispatcher_backend` of Megatron-Bridge's recipes (scripts/performance/configs).
+    """
+
+    hides_exchanges: bool = False
+    """Whether what experts exchange runs behind another micro-batch's computation whatever the schedule (DualPipe).
+
+    Where exchanges are joined otherwise, they do with virtual stages: `overlap_moe_expert_parallel_comm` of
+    Megatron-Core needs them, and Megatron-Bridge's recipes set it where experts span nodes (`moe_a2a_overlap`).
+    """
+
     fuses_parts: bool = False
     """Whether a norm, a gated activation and a rotation of positions are a kernel each, forward and backward.
 
@@ -129,6 +142,7 @@ class Stack:
             self,
             float32_gradients=self.float32_gradients and not 0 < self.short_gradients_from <= year,
             hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD,
+            joins_exchanges_from=self.joins_exchanges_from if year >= self.joins_exchanges_from else 0,
             fuses_parts=self.fuses_parts and year >= _TRANSFORMER_ENGINE,
             reruns_all=self.reruns_all and not (self.stops_early and year >= _EARLY_STOP),
             cross_entropy="torch" if year < self.compiles_loss_from else self.cross_entropy,
@@ -192,15 +206,20 @@ _CORE = Stack(
     sums_in_products=True,
     cross_entropy="vocab_parallel_fused",
     short_gradients_from=2023,
+    joins_exchanges_from=2025,
 )
 """Megatron-Core as NeMo's recipes run it: with `--tp-comm-overlap`, off by default, which Transformer Engine does."""
 
-_CORE_ALONE = replace(_CORE, overlaps_tensor=False, hides_backward=True, short_gradients_from=0)
+_CORE_ALONE = replace(_CORE, overlaps_tensor=False, hides_backward=True, short_gradients_from=0, joins_exchanges_from=0)
 """Megatron-Core as its own scripts run it."""
 
 _FRAMEWORKS = (
     (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", _CORE),
     (r"megatron.?core|mcore|primus", _CORE_ALONE),
+    (
+        r"hai.?llm",
+        replace(_CORE_ALONE, vendor_attention=False, rings=False, joins_exchanges_from=2024, hides_exchanges=True),
+    ),
     (
         r"megatron.?deepspeed",
         Stack(

@@ -36,6 +36,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.cluster_file import shorthand_node
 from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.errors import CostModelError
+from cost_models.experts_cells import Latent, Mixture, further_of, latent_of, mixture_of
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
 from cost_models.stack import Stack, is_known, stack_of
 from cost_models.topology import links_share
@@ -57,17 +58,11 @@ _UNKNOWN = "a100-sxm-80gb"
 _UNPRICED: Mapping[str, str] = {"offload": "state kept in the host's memory is not priced"}
 """Columns that other tables have, and what is not priced of them: a row is refused rather than priced without."""
 
-_EXPERTS = r"mixtral|dbrx|moe\b|\b\d+x\d+b|\ba\d+(\.\d+)?b\b|deepseek.?v[23]"
-"""What names of mixtures of experts contain: Mixtral-8x7B, Qwen3-30B-A3B."""
-
 _NEOX = r"neox|pythia|gpt-?j\b"
 """What names of models contain that EleutherAI's configurations describe: `rotary_pct`, `no_weight_tying`."""
 
 _QK_NORM = r"qwen.?3|gemma.?3"
 """What names of models contain that normalise queries and keys."""
-
-_MIXTURES = ((r"mixtral", (8, 2)), (r"dbrx", (16, 4)))
-"""Experts, and how many of them take a token, of models whose `ffn_hidden` can but be that of an expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +70,7 @@ class Architecture:
     """Sizes of a model."""
 
     family: str
-    """`gpt` or `llama`, see the data's README."""
+    """`gpt`, `llama` or `seq2seq`, see the data's README."""
 
     is_nemotron: bool
     """Of the GPT family: squared ReLU, rotary positions, no biases, an output embedding of its own."""
@@ -99,10 +94,19 @@ class Architecture:
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised."""
 
-    experts: int = 0
-    """Of a layer's feed-forward, each of `ffn_hidden`; 0: it is no mixture of experts."""
+    mixture: Mixture | None = None
+    """Its experts; None: it is no mixture of experts, and its feed-forward one of `ffn_hidden`."""
 
-    experts_per_token: int = 0
+    latent: Latent | None = None
+    decoder_layers: int = 0
+    """Of an encoder with a decoder, the latter's; `layers` are the encoder's."""
+
+    decoder_seq: int = 0
+    gated: bool = False
+    """Of an encoder with a decoder: whether its feed-forward is gated (T5 1.1, mT5)."""
+
+    further: int = 0
+    """Layers behind the last that predict further tokens, one each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +197,11 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     stages = count_of(row, "pp") * interleave
     tp, cp, ep = count_of(row, "tp"), degree_of(row, "cp"), degree_of(row, "ep")
     dp, of_replicas = _replicas(row, tp * cp)
-    if ep > 1 and not architecture.experts:
+    experts = architecture.mixture.experts if architecture.mixture is not None else 0
+    if ep > 1 and not experts:
         raise CostModelError(f"ep is {ep}, and the row says of no experts: add columns experts and top_k")
-    if dp % ep or (ep > 1 and architecture.experts % ep):
-        what = f"dp {dp}" if dp % ep else f"{architecture.experts} experts"
+    if dp % ep or (ep > 1 and experts % ep):
+        what = f"dp {dp}" if dp % ep else f"{experts} experts"
         raise CostModelError(f"ep is {ep}, which does not divide {what}")
     framework = text_of(row, "framework")
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
@@ -305,7 +310,9 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
     family, of_family = family_of(row)
     heads = count_of(row, "heads")
     grouped = said(row, "kv_heads") != ""
-    experts, chosen, of_experts = _mixture(row, family)
+    mixture, of_experts = mixture_of(row, family)
+    latent, of_latent = latent_of(row, family)
+    decoder, of_decoder = _decoder(row, family)
     fused, of_attention = fuses_attention(row)
     sizes = Architecture(
         family=family,
@@ -319,13 +326,38 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         ffn_hidden=count_of(row, "ffn_hidden"),
         vocab=count_of(row, "vocab"),
         fused_attention=fused,
-        head_size=_head_size(row, family, heads),
+        head_size=0 if latent is not None else _head_size(row, family, heads),
         qk_norm=family == "llama" and re.search(_QK_NORM, row.get("model") or "", re.IGNORECASE) is not None,
-        experts=experts,
-        experts_per_token=chosen,
+        mixture=mixture,
+        latent=latent,
+        further=further_of(row) if family == "llama" else 0,
+        decoder_layers=decoder[0],
+        decoder_seq=decoder[1],
+        gated=_is_gated(row, family),
     )
-    of_groups = "" if grouped else f"kv_heads is missing: as many as heads, {heads}"
-    return sizes, (of_family, of_experts, of_groups, of_attention)
+    of_groups = (
+        ""
+        if grouped or family == "seq2seq" or latent is not None
+        else f"kv_heads is missing: as many as heads, {heads}"
+    )
+    return sizes, (of_family, of_experts, of_latent, of_decoder, of_groups, of_attention)
+
+
+def _decoder(row: Mapping[str, str], family: str) -> tuple[tuple[int, int], str]:
+    """Return the layers and the sequence of a row's decoder beside an encoder, and what was assumed of them."""
+    if family != "seq2seq":
+        return (0, 0), ""
+    said_of = {"decoder_layers": "layers", "decoder_seq_len": "seq_len"}
+    layers, seq = (count_of(row, own if said(row, own) else other) for own, other in said_of.items())
+    missing = [own for own in said_of if not said(row, own)]
+    return (layers, seq), f"{' and '.join(missing)} missing: the encoder's" if missing else ""
+
+
+def _is_gated(row: Mapping[str, str], family: str) -> bool:
+    """Return whether an encoder with a decoder has a gated feed-forward: as said, else where it is narrower than 4."""
+    if family != "seq2seq":
+        return False
+    return answer_of(row, "gated") if said(row, "gated") else count_of(row, "ffn_hidden") < 4 * count_of(row, "hidden")
 
 
 def _head_size(row: Mapping[str, str], family: str, heads: int) -> int:
@@ -333,32 +365,13 @@ def _head_size(row: Mapping[str, str], family: str, heads: int) -> int:
     said = degree_of(row, "head_dim")
     if said == 1 or said * heads == count_of(row, "hidden"):
         return 0
-    if family != "llama":
+    if family == "gpt":
         share = count_of(row, "hidden") / heads
         raise CostModelError(
             f"head_dim is {said}, and hidden {row['hidden']} on {heads} heads is {share:g} each: heads of another size"
             " are priced of the llama family alone"
         )
     return said
-
-
-def _mixture(row: Mapping[str, str], family: str) -> tuple[int, int, str]:
-    """Return a row's experts, how many of them take a token, and what was assumed of these; 0, 0: it has none."""
-    model = row.get("model") or ""
-    column = next((each for each in ("experts", "num_experts") if has_degree(row, each)), "")
-    if not column and not re.search(_EXPERTS, model, re.IGNORECASE):
-        return 0, 0, ""
-    if family != "llama":
-        raise CostModelError(f"family is {family!r}: mixtures of experts are priced of the llama family alone")
-    if column:
-        return count_of(row, column), count_of(row, "top_k"), ""
-    known = next((sizes for pattern, sizes in _MIXTURES if re.search(pattern, model, re.IGNORECASE)), None)
-    if known is None:
-        raise CostModelError(
-            f"model is {model!r}, a mixture of experts by its name: add columns experts and top_k, with ffn_hidden that"
-            " of one expert"
-        )
-    return *known, f"experts is missing: {known[0]}, of which {known[1]} take a token, by the model's name"
 
 
 def _check(read: TrainingRow) -> None:
@@ -370,10 +383,14 @@ def _check(read: TrainingRow) -> None:
     if read.dp * read.tp * read.pp * read.cp != read.gpus:
         by_tokens = f" x cp {read.cp}" if read.cp > 1 else ""
         raise CostModelError(f"dp {read.dp} x tp {read.tp} x pp {read.pp}{by_tokens} is not the {read.gpus} GPUs")
+    if sizes.decoder_layers and read.cp > 1:
+        raise CostModelError(f"cp is {read.cp}: context parallelism of an encoder with a decoder is not priced")
     if read.seq_len % read.cp:
         raise CostModelError(f"a sequence of {read.seq_len} does not divide over cp {read.cp}")
-    if sizes.experts_per_token > sizes.experts:
-        raise CostModelError(f"top_k is {sizes.experts_per_token} of {sizes.experts} experts")
+    if sizes.mixture is not None and sizes.mixture.chosen > sizes.mixture.experts:
+        raise CostModelError(f"top_k is {sizes.mixture.chosen} of {sizes.mixture.experts} experts")
+    if sizes.mixture is not None and sizes.mixture.dense_layers >= sizes.layers:
+        raise CostModelError(f"first_k_dense is {sizes.mixture.dense_layers} of {sizes.layers} layers")
     if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node and not _link_domain(read.joined_like):
         raise CostModelError(f"{read.gpus} GPUs do not fill nodes of {read.gpus_per_node}")
     if read.gpus > read.gpus_per_node and not read.nic_bytes_per_s:
@@ -384,7 +401,8 @@ def _check(read: TrainingRow) -> None:
         raise CostModelError(
             f"a batch of {read.global_batch} does not divide into micro-batches of {read.micro_batch} on {read.dp} GPUs"
         )
-    if (sizes.hidden % sizes.heads and not sizes.head_size) or sizes.heads % sizes.kv_heads:
+    has_own_size = sizes.head_size or sizes.latent is not None
+    if (sizes.hidden % sizes.heads and not has_own_size) or sizes.heads % sizes.kv_heads:
         raise CostModelError(f"hidden {sizes.hidden}, heads {sizes.heads} and kv_heads {sizes.kv_heads} do not divide")
     if read.interleave > 1 and read.pp == 1:
         raise CostModelError(f"interleave is {read.interleave} without pipeline stages")

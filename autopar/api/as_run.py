@@ -23,10 +23,16 @@ from autopar.search.fitting import solve_program
 from autopar.search.ilp import Ilp, Limits, Solution
 from autopar.search.trials import Recompute, Trial
 from cost_models.cluster import ClusterSpec
+from cost_models.exchanges import sent_share
+from cost_models.experts_cells import Mixture
 from cost_models.memory import with_master, with_shards
 from cost_models.stack import Stack, pytorch
+from cost_models.topology import axis_hops
 
 _UNLIMITED = 1 << 60
+
+_EXCHANGES = 4
+"""Times that the experts of a layer exchange tokens, forward and backward."""
 
 
 @dataclass
@@ -39,6 +45,9 @@ class AsRun(Solving):
 
     replicas: int = 1
     """Ranks over which a sharded optimizer is."""
+
+    mixture: Mixture | None = None
+    """Experts of the model that ran."""
 
     peak_dtype: str = "bfloat16"
     """The type whose peak MFU refers to."""
@@ -68,6 +77,7 @@ class AsRun(Solving):
             reduces_each=any(axis.role == "dp_shard" for axis in trial.mesh),
             kept_axis=tensor,
             hidden_share=self._hidden_share(trial),
+            sent_share=self._sent_share(trial),
             whole_axis=-1 if self.options.fix.get("sequence_parallel", True) else tensor,
             packs=False,
             flat_bytes=_block_bytes(self.program, prod(axis.size for axis in trial.mesh if axis.role == "tp")),
@@ -79,7 +89,39 @@ class AsRun(Solving):
         found = {(tensor, op): share for op, share in self._hidden_tensor_share(trial).items()}
         if self.stack.rings:
             found |= {(context, op): 1.0 for op in ("all_gather", "reduce_scatter")}
+        staged = int(self.options.fix.get("interleave", 1)) > 1
+        if self._nodes_of_experts(trial) > 1 and (self.stack.hides_exchanges or (staged and self._joins_exchanges)):
+            found[_axis(trial, "ep"), "all_to_all"] = 1.0
         return found
+
+    @property
+    def _joins_exchanges(self) -> bool:
+        return self.stack.joins_exchanges_from > 0
+
+    def _nodes_of_experts(self, trial: Trial) -> int:
+        """Return over how many nodes the experts of one group of ranks are; 1 where they are not split."""
+        place = _axis(trial, "ep")
+        if place < 0:
+            return 1
+        ranks = tuple(axis.size for axis in trial.mesh if axis.role != "microbatch")
+        first = place - (len(trial.mesh) - len(ranks))
+        inside = self.cluster.levels[0].name
+        return prod(hop.ranks for hop in axis_hops(self.cluster.levels, ranks, first) if hop.level != inside)
+
+    def _sent_share(self, trial: Trial) -> Mapping[tuple[int, str], float]:
+        """Return the share of what experts exchange that is sent.
+
+        A layer of our programs exchanges five times: to experts and back, gradients likewise, and once more what
+        weight gradients need of what forward brought, which frameworks keep. Layers that run again bring it again.
+        """
+        place = _axis(trial, "ep")
+        if place < 0 or self.mixture is None:
+            return {}
+        share = 1.0 if trial.recompute in {"full", "whole"} else _EXCHANGES / (_EXCHANGES + 1)
+        if self._joins_exchanges:
+            nodes = self._nodes_of_experts(trial)
+            share *= sent_share(nodes, self.mixture.chosen, self.mixture.groups, self.mixture.reached)
+        return {(place, "all_to_all"): share}
 
     def _hidden_tensor_share(self, trial: Trial) -> Mapping[str, float]:
         """Return the share of tensor-parallel collectives that products hide, by operation.

@@ -26,6 +26,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Estimates, Memory
 from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
+from autopar.models.zoo.seq2seq import Seq2SeqSettings
 from autopar.options import PlanOptions
 from autopar.search.meshes import Candidate, MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
@@ -154,12 +155,15 @@ def estimates_of(read: TrainingRow) -> Estimates:
         training_cluster(read),
         options,
         stack=read.stack,
+        mixture=read.architecture.mixture,
         sharded_optimizer=read.zero in {1, 2},
         replicas=read.dp_shard * read.cp,
         peak_dtype=dtype,
     )
-    # What was measured reduced every gradient and gathered every parameter.
-    return solving.estimates(trial, replace(read_wishes(options), moves_activations=False))
+    # What was measured reduced every gradient and gathered every parameter. FSDP shards what a tensor-parallel rank has
+    # of a matrix, which in the layouts of plans is a shard of its other dimension: as many bytes.
+    wishes = replace(read_wishes(options), moves_activations=False, any_dim=read.tp > 1)
+    return solving.estimates(trial, wishes)
 
 
 def _axes(read: TrainingRow, microbatches: int) -> Candidate:
@@ -236,35 +240,38 @@ def _program_key(read: TrainingRow) -> ProgramKey:
 def _graph(key: ProgramKey) -> Graph:
     """Return the program of a model whose parameters are of the precision's type, at full depth."""
     sizes = key.sizes
-    settings = replace(_settings(sizes, key, min(sizes.layers, SHALLOW)), float32_loss=key.float32_loss)
+    first = sizes.mixture.dense_layers if sizes.mixture is not None else 0
+    settings = replace(_settings(sizes, key, min(sizes.layers, first + SHALLOW)), float32_loss=key.float32_loss)
     with torch.device("meta"):
         model = settings.model().to(_TYPES[key.precision]).train()
         inputs = settings.inputs(key.batch, key.seq)
-    captured = capture(model, inputs).graph
-    row = next(path for path, each in model.named_modules() if isinstance(each, nn.ModuleList))
-    graph = deepened(captured, {row: sizes.layers}) if sizes.layers > SHALLOW else captured
+    graph = capture(model, inputs).graph
+    rows = {path: len(each) for path, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    for path, depth in zip(rows, (sizes.layers + sizes.further, sizes.decoder_layers), strict=False):
+        graph = deepened(graph, {path: depth}, first=first) if depth > rows[path] else graph
     graph = balanced_positions(graph) if key.balanced else graph
     return gradients_in_float32(graph) if key.float32_gradients else graph
 
 
-def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings | LlamaSettings:
-    if sizes.family == "llama":
-        return LlamaSettings(
+def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings | LlamaSettings | Seq2SeqSettings:
+    if sizes.decoder_layers:
+        return Seq2SeqSettings(
             layers=layers,
+            # What the last layer of a decoder adds to the encoder's gradient begins their sum: it is no other's equal.
+            decoder_layers=min(sizes.decoder_layers, SHALLOW + 1),
             hidden=sizes.hidden,
             heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            intermediate=sizes.ffn_hidden,
-            vocab=key.vocab,
-            sequence=key.seq,
-            joined=key.joined,
-            fused_attention=sizes.fused_attention,
             head_size=sizes.head_size,
-            qk_norm=sizes.qk_norm,
-            experts=sizes.experts,
-            experts_per_token=sizes.experts_per_token,
-            capacity_factor=_BALANCED,
+            intermediate=sizes.ffn_hidden,
+            gated=sizes.gated,
+            vocab=key.vocab,
+            positions=key.seq,
+            decoder_positions=sizes.decoder_seq,
+            fused_attention=sizes.fused_attention,
+            dropout=0.0 if sizes.fused_attention else _DROPOUT,
         )
+    if sizes.family == "llama":
+        return _llama(sizes, key, layers)
     return GptSettings(
         layers=layers,
         hidden=sizes.hidden,
@@ -281,3 +288,41 @@ def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings 
         fused_attention=sizes.fused_attention,
         dropout=0.0 if sizes.fused_attention else _DROPOUT,
     )
+
+
+def _llama(sizes: Architecture, key: ProgramKey, layers: int) -> LlamaSettings:
+    settings = LlamaSettings(
+        layers=layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        intermediate=sizes.ffn_hidden,
+        vocab=key.vocab,
+        sequence=key.seq,
+        joined=key.joined,
+        fused_attention=sizes.fused_attention,
+        head_size=sizes.head_size,
+        qk_norm=sizes.qk_norm,
+        capacity_factor=_BALANCED,
+        predictions=sizes.further,
+    )
+    if (mixture := sizes.mixture) is not None:
+        settings = replace(
+            settings,
+            intermediate=mixture.ffn,
+            experts=mixture.experts,
+            experts_per_token=mixture.chosen,
+            shared_intermediate=mixture.shared_ffn,
+            dense_layers=mixture.dense_layers,
+            dense_intermediate=mixture.dense_ffn,
+        )
+    if (latent := sizes.latent) is not None:
+        settings = replace(
+            settings,
+            kv_rank=latent.kv_rank,
+            q_rank=latent.q_rank,
+            plain_size=latent.plain,
+            rotated_size=latent.rotated,
+            value_size=latent.values,
+        )
+    return settings

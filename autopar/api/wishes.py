@@ -66,6 +66,12 @@ class Wishes:
     moves_activations: bool = True
     """Whether data parallelism may move activations to parameters and gradients that outweigh them."""
 
+    any_dim: bool = False
+    """Whether data-parallel ranks may shard a parameter in each dimension that divides.
+
+    In the first of these alone, rows are first split among them, and tensor parallelism cannot split rows whole.
+    """
+
     resting: Mapping[str, ParameterDecision] = field(default_factory=dict)
     """Where parameters are already and stay, by name; empty where that is open."""
 
@@ -100,7 +106,7 @@ class Wishes:
                 axis.size,
                 role=_ROLES[axis.role],
                 shard_parameters=axis.role not in whole,
-                any_dim=bool(self.resting),
+                any_dim=self.any_dim or bool(self.resting),
                 moves_activations=self.moves_activations,
                 beside_experts=axis.role != "ep" and any(each.role == "ep" for each in candidate),
             )

@@ -25,10 +25,11 @@ SHALLOW = 3
 """Layers of a capture that can be made deeper: one at each border, and one between them."""
 
 
-def deepened(graph: Graph, rows: Mapping[str, int]) -> Graph:
+def deepened(graph: Graph, rows: Mapping[str, int], *, first: int = 0) -> Graph:
     """Return the graph with as many layers in each row as `rows` says, by the path of the row's module.
 
-    It is equal to the graph of the deep model, names included.
+    The three equal layers of a row are those from number `first` on; what is before and behind them stays as it is.
+    The graph is equal to that of the deep model, names included.
 
     Raises:
         CaptureError: a row has no layer with an equal one on both sides, or something reads from the midst of it.
@@ -36,10 +37,10 @@ def deepened(graph: Graph, rows: Mapping[str, int]) -> Graph:
     for path, layers in rows.items():
         container = tuple(path.split("."))
         row = layers_of(graph).get(container, {})
-        if len(row) != SHALLOW:
+        if sorted(row) != list(range(len(row))) or not first + SHALLOW <= len(row) <= layers:
             raise _not_equal(path)
-        if layers > SHALLOW:
-            graph = _Row(graph, container, [row[index] for index in sorted(row)], layers).repeated()
+        if layers > len(row):
+            graph = _Row(graph, container, [row[index] for index in sorted(row)], layers, first).repeated()
     names = names_in_order(graph.ops)
     return dataclasses.replace(
         graph,
@@ -50,15 +51,20 @@ def deepened(graph: Graph, rows: Mapping[str, int]) -> Graph:
 
 
 class _Row:
-    """One row of layers, and copies of its second layer behind that."""
+    """One row of layers, and copies of the second of its equal layers behind that."""
 
-    def __init__(self, graph: Graph, container: Path, row: Sequence[Sequence[Op]], layers: int) -> None:
+    def __init__(
+        self, graph: Graph, container: Path, layers: Sequence[Sequence[Op]], count: int, first: int = 0
+    ) -> None:
         self._graph = graph
         self._prefix = ".".join(container)
-        self._extra = layers - len(row)
-        self._row = row
+        self._extra = count - len(layers)
+        self._first = first
+        self._row = row = layers[first : first + SHALLOW]
         self._at = {op.name: (layer, place) for layer, ops in enumerate(row) for place, op in enumerate(ops)}
-        kinds = [[graph.representative(op.name) for op in ops] for ops in row[:SHALLOW]]
+        behind = enumerate(layers[first + SHALLOW :], start=SHALLOW)
+        self._behind = {op.name: layer for layer, ops in behind for op in ops}
+        kinds = [[graph.representative(op.name) for op in ops] for ops in row]
         # The graph does not say what value a constant has: those of two layers may differ.
         if any(kind != kinds[0] for kind in kinds) or any(op.kind == "constant" for op in row[1]):
             raise _not_equal(self._prefix)
@@ -108,7 +114,8 @@ class _Row:
         if layer == -1 and any(self._at.get(ref.op, (-1, 0))[0] == 1 for ref in op.refs):
             raise _read_in_midst(op, self._prefix)
         moved = self._reading(op, lambda at, name: _named(name, self._extra) if at[0] == 1 else name)
-        return moved if layer == -1 else self._renumbered(moved, layer, layer + self._extra)
+        number = self._behind.get(op.name, layer)
+        return moved if number == -1 else self._renumbered(moved, number, number + self._extra)
 
     def _copy(self, op: Op, copy: int) -> Op:
         """Return copy number `copy`, 1 first, of an operator of the template."""
@@ -140,8 +147,12 @@ class _Row:
         return dataclasses.replace(op, args=tuple(map(swap, op.args)), kwargs=kwargs)
 
     def _renumbered(self, op: Op, before: int, after: int) -> Op:
-        """Return the operator with the number of its layer changed in its module path, and a parameter's name."""
-        old, new = f"{self._prefix}.{before}".lstrip("."), f"{self._prefix}.{after}".lstrip(".")
+        """Return the operator with the number of its layer changed in its module path, and a parameter's name.
+
+        Numbers are counted from the first of the equal layers.
+        """
+        numbers = (number + self._first for number in (before, after))
+        old, new = (f"{self._prefix}.{number}".lstrip(".") for number in numbers)
 
         def changed(path: str) -> str:
             return new + path[len(old) :] if path == old or path.startswith(f"{old}.") else path

@@ -102,6 +102,9 @@ class Links:
     hidden_share: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """Of each operation along each axis, the share of its calls that run behind the products beside them."""
 
+    sent_share: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    """Of each operation along each axis, the share of its bytes that other software than ours sends; missing: all."""
+
     whole_axis: int = -1
     """The axis along which sums are made whole on every rank, never scattered; -1: none.
 
@@ -194,7 +197,8 @@ class Links:
         hops = self._hops[message.axis]
         if message.op == "all_reduce" and message.axis == self.across_axis:
             message = replace(message, bytes=message.bytes // self.sizes[self.sharded[0]])
-        spent = float(collective_s(message.op, message.bytes, hops))
+        sent = message.bytes * self.sent_share.get((message.axis, message.op), 1.0)
+        spent = float(collective_s(message.op, sent, hops))
         if message.op == "all_reduce" and message.axis == self.sharded[0]:
             spent = collective_s("reduce_scatter", message.bytes, hops)
             spent += 0.0 if self.gathers_ahead else self._renewal_s(message)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.api.as_run import AsRun
+from autopar.api.solving import Solved, Waiting
 from autopar.api.validating import estimates_of
+from autopar.api.wishes import Wishes
 from autopar.ir.plan import Estimates
+from autopar.search.ilp import Solution
 from cost_models.training_rows import read_training_row
 from tests.support.training_row import ROW
 
@@ -30,6 +34,26 @@ def test_hybrid_sharding_gathers_inside_nodes_and_holds_a_nodes_share():
     # Across nodes a micro-batch's gradients alone, each rank's share of them: of two gathers and a scatter two thirds.
     exposed = [each.breakdown.exposed_communication_s for each in (inside, everywhere)]
     assert exposed[0] < 0.75 * exposed[1]
+
+
+def test_tensor_parallel_ranks_exchange_no_more_where_parameters_are_sharded_among_others(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Rows of a matrix that tensor parallelism splits are not first split among data-parallel ranks."""
+    found: list[int] = []
+    solved = AsRun._outcome
+
+    def noting(self: AsRun, one: Waiting, wishes: Wishes, solution: Solution) -> Solved:
+        outcome = self.outcome(one, wishes, solution)
+        tensor = [axis.role for axis in one.trial.mesh].index("tp")
+        found.append(sum(each.message.bytes for each in outcome.messages() if each.message.axis == tensor))
+        return solved(self, one, wishes, solution)
+
+    monkeypatch.setattr(AsRun, "_outcome", noting)
+    for zero in ("3", "0"):
+        _priced(dp="4", tp="4", zero=zero, sequence_parallel="yes", hidden="1024", ffn_hidden="4096")
+
+    assert 0 < found[0] < 1.1 * found[1]
 
 
 def test_a_group_that_is_all_ranks_is_no_hybrid():

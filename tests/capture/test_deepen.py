@@ -34,6 +34,13 @@ def test_repeating_layers_of_a_shallow_capture_gives_the_deep_capture(name: str)
     assert deepened(_graph(name, SHALLOW), {row: 6}) == _graph(name, 6)
 
 
+def test_layers_before_and_behind_the_equal_ones_stay_as_they_are() -> None:
+    """One dense layer, mixtures of experts, and behind them a layer that predicts a further token."""
+    shallow = _graph("deepseek-tiny", 1 + SHALLOW)
+
+    assert deepened(shallow, {"layers": 7}, first=1) == _graph("deepseek-tiny", 6)
+
+
 def test_layers_that_differ_are_refused() -> None:
     class Odd(torch.nn.Module):
         def __init__(self) -> None:

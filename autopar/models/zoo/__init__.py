@@ -19,6 +19,7 @@ from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
 from autopar.models.zoo.mlp import MlpSettings
 from autopar.models.zoo.resnet import ResNetSettings
+from autopar.models.zoo.seq2seq import Seq2SeqSettings
 from autopar.models.zoo.t5 import T5Settings
 from autopar.models.zoo.vit import VitSettings
 from autopar.suggest import did_you_mean
@@ -57,6 +58,8 @@ _GPT3 = {"vocab": 51200, "positions": 2048}
 _LLAMA2 = {"vocab": 32000, "rope_theta": 10000.0, "sequence": 4096}
 _MIXTRAL = {"vocab": 32000, "rope_theta": 1e6, "sequence": 4096, "experts": 8}
 
+_DEEPSEEK = {"vocab": 129280, "rope_theta": 10000.0, "sequence": 4096, "kv_rank": 512, "capacity_factor": 1.0}
+
 ZOO: dict[str, Settings] = {
     "mlp": MlpSettings(),
     "gpt-tiny": _gpt(2, 64, 8, vocab=128, positions=64),
@@ -79,9 +82,59 @@ ZOO: dict[str, Settings] = {
     "mixtral-tiny": _llama(2, 64, 8, 8, 128, vocab=128, sequence=64, experts=8),
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, **_MIXTRAL),
     "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, **{**_MIXTRAL, "vocab": 32768}),
+    "deepseek-tiny": _llama(
+        3,
+        64,
+        8,
+        8,
+        32,
+        vocab=128,
+        sequence=64,
+        experts=8,
+        kv_rank=16,
+        q_rank=24,
+        plain_size=8,
+        rotated_size=4,
+        value_size=8,
+        shared_intermediate=32,
+        dense_layers=1,
+        dense_intermediate=128,
+        predictions=1,
+    ),
+    "deepseek-v2-lite": _llama(
+        27,
+        2048,
+        16,
+        16,
+        1408,
+        experts=64,
+        experts_per_token=6,
+        shared_intermediate=2816,
+        dense_layers=1,
+        dense_intermediate=10944,
+        **{**_DEEPSEEK, "vocab": 102400},
+    ),
+    "deepseek-v3": _llama(
+        61,
+        7168,
+        128,
+        128,
+        2048,
+        experts=256,
+        experts_per_token=8,
+        shared_intermediate=2048,
+        dense_layers=3,
+        dense_intermediate=18432,
+        q_rank=1536,
+        predictions=1,
+        **_DEEPSEEK,
+    ),
     "bert-tiny": BertSettings(2, 64, 8, 128, vocab=128, positions=64),
     "bert-base": BertSettings(),
     "bert-large": BertSettings(24, 1024, 16, 4096),
+    "seq2seq-tiny": Seq2SeqSettings(
+        2, 2, 64, 8, intermediate=128, gated=True, vocab=128, positions=64, decoder_positions=16
+    ),
     "t5-tiny": T5Settings(2, 64, 8, 8, 128, vocab=128),
     "t5-small": T5Settings(6, 512, 8, 64, 2048),
     "t5-base": T5Settings(),

@@ -1,4 +1,7 @@
-"""Llama, and Mixtral as Llama with experts: rotary positions, RMS normalisation, grouped-query attention, SwiGLU."""
+"""Llama and its kin: rotary positions, RMS normalisation, grouped-query attention, SwiGLU.
+
+With experts it is Mixtral, with latent attention, experts that all tokens share, and dense layers first, DeepSeek-V3.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from autopar.models.zoo.latent import LatentAttention, LatentSizes
 from autopar.models.zoo.parts import attend, rotary, rotate, token_loss, tokens
 
 
@@ -38,6 +42,31 @@ class LlamaSettings:
     capacity_factor: float = 1.25
     """Room that each expert has for the tokens of a sequence, over an even share; what exceeds it is dropped."""
 
+    shared_intermediate: int = 0
+    """Width of a feed-forward beside the experts that all tokens take, of all shared experts together; 0: none."""
+
+    dense_layers: int = 0
+    """Of `layers`, the first that have a feed-forward of `dense_intermediate` in place of experts."""
+
+    dense_intermediate: int = 0
+    kv_rank: int = 0
+    """Of latent attention, the size of the vector that keys and values come of; 0: attention is grouped-query."""
+
+    q_rank: int = 0
+    """Of latent attention, the size of the vector that queries come of; 0: they come of the input."""
+
+    plain_size: int = 128
+    """Of latent attention, what of a head's queries and keys has no position."""
+
+    rotated_size: int = 64
+    """Of latent attention, what of a head's queries and keys is rotated by positions."""
+
+    value_size: int = 128
+    """Of latent attention, a head's values."""
+
+    predictions: int = 0
+    """Layers behind the last that predict further tokens, one each (multi-token prediction)."""
+
     fused_attention: bool = True
     """Whether scores stay inside one kernel (flash attention)."""
 
@@ -53,6 +82,17 @@ class LlamaSettings:
     def default_seq(self) -> int:
         """Return the sequence length where none is asked for."""
         return self.sequence
+
+    @property
+    def turned_size(self) -> int:
+        """Return what of a head is rotated by positions."""
+        return self.rotated_size if self.kv_rank else self.head_size or self.hidden // self.heads
+
+    @property
+    def latent(self) -> LatentSizes:
+        """Return the sizes of latent attention."""
+        ranks, parts = (self.q_rank, self.kv_rank), (self.plain_size, self.rotated_size, self.value_size)
+        return LatentSizes(self.hidden, self.heads, *ranks, *parts, fused=self.fused_attention)
 
     def model(self) -> nn.Module:
         """Return the model."""
@@ -107,15 +147,15 @@ class Attention(nn.Module):
 class SwiGlu(nn.Module):
     """The gated feed-forward; joined, outputs of gate and up alternate, so that a split of them splits both."""
 
-    def __init__(self, settings: LlamaSettings) -> None:
+    def __init__(self, hidden: int, intermediate: int, *, joined: bool) -> None:
         super().__init__()
-        self.joined = settings.joined
-        if settings.joined:
-            self.gate_up = nn.Linear(settings.hidden, 2 * settings.intermediate, bias=False)
+        self.joined = joined
+        if joined:
+            self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False)
         else:
-            self.gate = nn.Linear(settings.hidden, settings.intermediate, bias=False)
-            self.up = nn.Linear(settings.hidden, settings.intermediate, bias=False)
-        self.down = nn.Linear(settings.intermediate, settings.hidden, bias=False)
+            self.gate = nn.Linear(hidden, intermediate, bias=False)
+            self.up = nn.Linear(hidden, intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
@@ -173,17 +213,41 @@ class Experts(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each with its normalisation before it and a residual around."""
 
-    def __init__(self, settings: LlamaSettings) -> None:
+    def __init__(self, settings: LlamaSettings, *, dense: bool) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(settings.hidden, eps=1e-5)
-        self.attention = Attention(settings)
-        self.mlp_norm = nn.RMSNorm(settings.hidden, eps=1e-5)
-        self.mlp = Experts(settings) if settings.experts else SwiGlu(settings)
+        hidden, joined = settings.hidden, settings.joined
+        width = settings.dense_intermediate or settings.intermediate
+        self.attention_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.attention = LatentAttention(settings.latent) if settings.kv_rank else Attention(settings)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5)
+        self.mlp = SwiGlu(hidden, width, joined=joined) if dense else Experts(settings)
+        shared = 0 if dense else settings.shared_intermediate
+        self.shared = SwiGlu(hidden, shared, joined=joined) if shared else None
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        out: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        normed = self.mlp_norm(x)
+        out: torch.Tensor = x + self.mlp(normed)
+        return out if self.shared is None else out + self.shared(normed)
+
+
+class Prediction(nn.Module):
+    """A layer that predicts one token further, from the state so far and the embedding of the next token.
+
+    DeepSeek-AI, "DeepSeek-V3" (arXiv:2412.19437), section 2.2; embedding and head are the model's.
+    """
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        super().__init__()
+        self.state_norm, self.token_norm = (nn.RMSNorm(settings.hidden, eps=1e-5) for _ in range(2))
+        self.joining = nn.Linear(2 * settings.hidden, settings.hidden, bias=False)
+        self.layer = Layer(settings, dense=not settings.experts)
+
+    def forward(self, x: torch.Tensor, following: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return [b, s, e] for the state [b, s, e] and the embeddings [b, s, e] of the tokens that follow."""
+        both = torch.cat((self.state_norm(x), self.token_norm(following)), dim=-1)
+        out: torch.Tensor = self.layer(self.joining(both), cos, sin)
         return out
 
 
@@ -192,21 +256,40 @@ class Llama(nn.Module):
 
     def __init__(self, settings: LlamaSettings) -> None:
         super().__init__()
-        self.size = settings.head_size or settings.hidden // settings.heads
+        self.size = settings.turned_size
         self.theta = settings.rope_theta
         self.float32_loss = settings.float32_loss
         self.embed = nn.Embedding(settings.vocab, settings.hidden)
-        self.layers = nn.ModuleList(Layer(settings) for _ in range(settings.layers))
+        dense = settings.dense_layers if settings.experts else settings.layers
+        self.further = settings.predictions
+        self.layers = nn.ModuleList(Layer(settings, dense=at < dense) for at in range(settings.layers))
+        self.layers.extend(Prediction(settings) for _ in range(settings.predictions))
         self.norm = nn.RMSNorm(settings.hidden, eps=1e-5)
         self.head = nn.Linear(settings.hidden, settings.vocab, bias=False)
         if settings.tied:
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of predicting `labels` [b, s] (the next tokens) from `input_ids` [b, s]."""
+        """Return the mean loss of predicting `labels` [b, s] (the next tokens) from `input_ids` [b, s].
+
+        What further tokens are predicted by is trained with a tenth of the weight, as DeepSeek-V3's at last.
+        """
         x = self.embed(input_ids)
         cos, sin = rotary(x.shape[1], self.size, self.theta, x.device)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        for layer in self.layers:
+        last = len(self.layers) - self.further
+        for layer in self.layers[:last]:
             x = layer(x, cos, sin)
-        return token_loss(self.head(self.norm(x)), labels, float32=self.float32_loss)
+        loss = token_loss(self.head(self.norm(x)), labels, float32=self.float32_loss)
+        for prediction in self.layers[last:]:
+            x = prediction(x, self.embed(labels.clamp(min=0)), cos, sin)
+            labels = functional.pad(labels[:, 1:], (0, 1), value=_NO_LABEL)
+            further = token_loss(self.head(self.norm(x)), labels, float32=self.float32_loss)
+            loss = loss + _FURTHER / self.further * further
+        return loss
+
+
+_FURTHER = 0.1
+"""Weight of the loss of further tokens: DeepSeek-V3's in the last third of its training (section 4.2)."""
+
+_NO_LABEL = -100
