@@ -87,6 +87,23 @@ def width_of_stages(width: int, devices: int, batch: int, why: str) -> Infeasibl
     )
 
 
+def straddling(fixed: Mapping[str, int], depth: int, per_node: int, devices: int) -> InfeasibleError:
+    """Return the error about stages that take part of some nodes and reach into others (12 ranks, nodes of 8).
+
+    `fixed` are the other degrees; `per_node` is what the devices of every node divide by.
+    """
+    inside = prod(fixed.values())
+    widths = [each for each in range(1, devices + 1) if devices % each == 0 == each % inside]
+    fit = [devices // each for each in widths if per_node % each == 0 or each % per_node == 0]
+    other = f"pp={', '.join(map(str, sorted(fit)))}" if fit else "other degrees"
+    width = devices // depth
+    return InfeasibleError(
+        f"--fix pp={depth} leaves {width} of {devices} devices to each stage, and nodes come in {per_node}s: a "
+        "stage would have all of one node and part of another, so that links between its ranks differ; take "
+        f"{other}, or nodes whose number divides by {depth}"
+    )
+
+
 def no_time(limit_s: float, stopped: int, candidates: int) -> InfeasibleError:
     """Return the error about a search that had no plan yet when its time was over."""
     return InfeasibleError(
