@@ -320,6 +320,7 @@ class Outer:
                 if self.left_to_try_s > 0 and not self._needs_less(trial):
                     self.solved = [one for one in self.solved if one.trial != trial]
                     self._left.discard(trial)
+                    self._likely.pop(trial, None)
                     self._best_first([trial], "try other micro-batches", 1)
 
     def _near(self, trial: Trial) -> list[Trial]:

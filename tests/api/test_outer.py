@@ -237,3 +237,17 @@ def test_stages_that_reach_into_a_node_are_told_with_numbers_of_stages_that_do_n
         "node and part of another, so that links between its ranks differ; take "
         f"pp={pipelines}, or nodes whose number divides by 2"
     )
+
+
+def test_sizes_of_micro_batches_near_the_best_are_tried_though_their_estimates_are_slow():
+    search, tried = outer(), []
+    near, best = (Trial((MeshAxis("microbatch", count), MeshAxis("dp_shard", 4))) for count in (2, 4))
+    search.solved.append(Solved(best, Solution("gap", (0,), 1.0, 1.0), Mock(), 1.0))
+    search._likely = {best: 0.5, near: 9.0}
+    search._near = lambda _: [each for each in (near,) if each not in tried]  # type: ignore[method-assign]
+    search._estimates.more = lambda trials, *, fits: dict.fromkeys(trials, 9.0)  # type: ignore[method-assign]
+    search._relax = lambda trial: tried.append(trial)  # type: ignore[method-assign,func-returns-value]
+
+    search._climb()
+
+    assert tried == [near]
