@@ -27,7 +27,7 @@ _MOST = 0.5
 def degrees(fixed: Mapping[str, int], forbidden: Sequence[str], devices: int) -> InfeasibleError:
     """Return the error about degrees that cannot fill the cluster."""
     product = prod(fixed.values())
-    said = " ".join([*(f"--fix {k}={v}" for k, v in fixed.items()), *(f"--forbid {k}" for k in forbidden)])
+    said = _said(fixed, forbidden)
     if devices % product:
         return InfeasibleError(
             f"{said}: {product} ranks do not divide the cluster's {devices} devices; choose degrees whose product "
@@ -37,6 +37,11 @@ def degrees(fixed: Mapping[str, int], forbidden: Sequence[str], devices: int) ->
         f"{said}: the degrees use {product} of {devices} devices and nothing may use the remaining factor "
         f"{devices // product}; raise a degree, leave one free, or take a cluster of {product} devices"
     )
+
+
+def _said(fixed: Mapping[str, object], forbidden: Sequence[str]) -> str:
+    """Return what was asked for, as on the command line."""
+    return " ".join([*(f"--fix {k}={v}" for k, v in fixed.items()), *(f"--forbid {k}" for k in forbidden)])
 
 
 def no_stages(wanted: Wanted, fixed: Mapping[str, int], most: int, devices: int) -> InfeasibleError:
@@ -84,6 +89,23 @@ def width_of_stages(width: int, devices: int, batch: int, why: str) -> Infeasibl
         f"--fix pp={depth} leaves {width} of {devices} devices to each stage, and nothing divides by {width}: neither "
         f"the batch of {batch}, for data parallelism, nor the parameters ({why}); take a batch that is a multiple of "
         f"{width}, another pp, or a cluster of another size"
+    )
+
+
+def straddling(fixed: Mapping[str, int], depth: int, per_node: int, devices: int) -> InfeasibleError:
+    """Return the error about stages that take part of some nodes and reach into others (12 ranks, nodes of 8).
+
+    `fixed` are the other degrees; `per_node` is what the devices of every node divide by.
+    """
+    inside = prod(fixed.values())
+    widths = [each for each in range(1, devices + 1) if devices % each == 0 == each % inside]
+    fit = [devices // each for each in widths if per_node % each == 0 or each % per_node == 0]
+    other = f"pp={', '.join(map(str, sorted(fit)))}" if fit else "other degrees"
+    width = devices // depth
+    return InfeasibleError(
+        f"--fix pp={depth} leaves {width} of {devices} devices to each stage, and nodes come in {per_node}s: a "
+        "stage would have all of one node and part of another, so that links between its ranks differ; take "
+        f"{other}, or nodes whose number divides by {depth}"
     )
 
 
@@ -195,6 +217,8 @@ def _largest(least: Outcome) -> list[tuple[int, str]]:
 def _ways_out(least: Outcome, budget_bytes: int, cluster: ClusterSpec, options: PlanOptions) -> list[str]:
     held = least.memory()
     ways = []
+    if options.fix or options.forbid:
+        ways.append(f"other choices than {_said(options.fix, options.forbid)}, with which this is the smallest plan")
     if held.total <= cluster.memory_bytes and options.memory_margin > 0:
         margin = max(0.0, 1.0 - held.total / cluster.memory_bytes)
         ways.append(f"--memory-margin {margin * 100:.1f}%")

@@ -26,7 +26,7 @@ from autopar.api.wishes import Wishes
 from autopar.figures import format_bytes
 from autopar.progress import Progress
 from autopar.search.ilp import Solution
-from autopar.search.meshes import Candidate, MeshAxis, Role
+from autopar.search.meshes import Candidate, Role
 from autopar.search.trials import Recompute, Trial, near_sizes
 
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
@@ -52,6 +52,9 @@ _PROVEN = 8
 
 _TO_PROVE = 0.2
 """Share of the time limit that is kept for saying how much better a plan could be."""
+
+_TO_LIGHTEN = 0.15
+"""The same for recomputing less, where a plan that recomputes everything may become the best by that."""
 
 _IN_FREE: tuple[Role, ...] = ("tp", "dp_replicate", "dp_shard")
 """Roles of axes that do nothing which free ones cannot."""
@@ -106,6 +109,13 @@ class Outer:
         return self.left_to_prove_s - _TO_PROVE * self.solving.options.time_limit
 
     @property
+    def left_to_try_s(self) -> float:
+        """Return what is left of that for further trials."""
+        full = (one for one in self.solved if one.trial.recompute == "full" and one.outcome is not None)
+        heavy = self.mixes and any(one.step_s < self.best_s * self._slack(one.trial) for one in full)
+        return self.left_s - heavy * _TO_LIGHTEN * self.solving.options.time_limit
+
+    @property
     def left_to_prove_s(self) -> float:
         """Return what is left of all of it."""
         return self.solving.options.time_limit - (time.process_time() - self.started)
@@ -141,7 +151,7 @@ class Outer:
         self._likely = self._estimates.of(left, fits=self.best is not None)
         queue = varied(sorted(left, key=self._likely.__getitem__))
         relaxed = solutions = 0
-        while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_s > 0:
+        while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_to_try_s > 0:
             chunk: list[Trial] = []
             while queue and len(chunk) < _CHUNK:
                 trial = queue.pop(0)
@@ -199,7 +209,7 @@ class Outer:
                 _, place, one = heap[0]
                 if isinstance(one, Waiting):
                     solutions += self._solve(one, most - solutions, len(heap), len(trials))
-                elif one in self._likely and (self.left_s <= 0 or self._is_hopeless(one)):
+                elif one in self._likely and (self.left_to_try_s <= 0 or self._is_hopeless(one)):
                     self._give_up([one])
                 else:
                     self.progress.phase(phase)
@@ -218,7 +228,7 @@ class Outer:
         return relaxed, solutions
 
     def _relax(self, trial: Trial) -> Waiting | None:
-        found = self.solving.bound(trial, self.wishes, self.left_s)
+        found = self.solving.bound(trial, self.wishes, self.left_to_try_s)
         if isinstance(found, Solved):
             self.solved.append(found)
             return None
@@ -226,8 +236,8 @@ class Outer:
         return found
 
     def _promised_s(self, one: Waiting) -> float:
-        """Return the larger of a trial's bound, which knows no bubble, and its estimate, which knows no layouts."""
-        return max(one.bound_s / self._slack(one.trial), self._likely.get(one.trial, 0.0))
+        """Return the larger of its bound and its estimate: only this counts what recomputing less is hoped to save."""
+        return max(one.bound_s, self._likely.get(one.trial, 0.0))
 
     def _solve(self, one: Waiting, most: int, left: int, total: int) -> bool:
         """Solve one of the trials left unless it is no better than the best plan; return whether it was solved."""
@@ -240,7 +250,7 @@ class Outer:
             self.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
             return False
         self.progress.phase(f"solve {left} of {len(self.solved) + left}, best bound first")
-        found = self.solving.solve(one, self.wishes, self._ways(one.trial), beaten_s, self.left_s)
+        found = self.solving.solve(one, self.wishes, self._ways(one.trial), beaten_s, self.left_to_try_s)
         self.solved.append(found)
         if found.solution.status == "interrupted":
             raise KeyboardInterrupt
@@ -296,7 +306,7 @@ class Outer:
         A size that just fits is often between one that does not and one that wastes time on small operators.
         """
         left = _CLIMBED
-        while left > 0 and self.left_s > 0 and self.wishes.microbatch is None:
+        while left > 0 and self.left_to_try_s > 0 and self.wishes.microbatch is None:
             found = [one for one in self.solved if one.outcome is not None and isinstance(one.trial.recompute, str)]
             best = min(found, key=lambda each: each.step_s / self._slack(each.trial), default=None)
             near = [] if best is None else self._near(best.trial)
@@ -307,9 +317,10 @@ class Outer:
             near = sorted(near, key=lambda each: (each.recompute != "none", likely[each]))[:left]
             left -= len(near)
             for trial in near:
-                if self.left_s > 0 and not self._needs_less(trial):
+                if self.left_to_try_s > 0 and not self._needs_less(trial):
                     self.solved = [one for one in self.solved if one.trial != trial]
                     self._left.discard(trial)
+                    self._likely.pop(trial, None)
                     self._best_first([trial], "try other micro-batches", 1)
 
     def _near(self, trial: Trial) -> list[Trial]:
@@ -472,14 +483,12 @@ def _freer(ranks: Candidate) -> Iterator[Candidate]:
     beside_experts = any(axis.role == "ep" for axis in ranks)  # some of what axes are there, free ones are not
     yield from product(
         *(
-            [axis] if axis.role not in _IN_FREE or (beside_experts and axis.role != "tp") else [axis, _free(axis)]
+            [axis]
+            if axis.role not in _IN_FREE or (beside_experts and axis.role != "tp")
+            else [axis, replace(axis, role="free")]
             for axis in ranks
         )
     )
-
-
-def _free(axis: MeshAxis) -> MeshAxis:
-    return replace(axis, role="free")
 
 
 def _kin(trial: Trial) -> tuple[object, ...]:

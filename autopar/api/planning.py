@@ -334,7 +334,10 @@ class Planner:
     def _no_stages(self, wishes: Wishes, why: str) -> InfeasibleError:
         """Return the error about stages that are asked for, of which `why` tells what one mesh inside them lacks."""
         batch, devices = self.program.graph.batch_size, self.cluster.device_count
-        width = devices // (wishes.depth or 1)
+        depth, per_node = wishes.depth or 1, self._solving.equal.devices_per_node
+        width = devices // depth
+        if width % per_node and per_node % width:
+            return infeasible.straddling(wishes.fixed, depth, per_node, devices)
         if set(wishes.fixed) <= {"pp"} and batch and batch % width:
             return infeasible.width_of_stages(width, devices, batch, why)
         return infeasible.wishes(why)

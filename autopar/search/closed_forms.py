@@ -8,6 +8,7 @@ Symbols, of one micro-batch:
     v        stages a rank
     f, i, w  forward, input gradient, weight gradient of a stage, s; t = f + i + w
     x        transfers over the boundary ahead of a stage, forward and backward together, s
+    y        half of x, and half of the same over the boundary behind a stage, s
     z        what a stage sends, s: activations over the boundary behind it, gradients over the one ahead of it
     g        max(f, i, f + i - w): what a stage of zb_h1 idles for each stage beside it
     e        transfer seconds of a stage that nothing hides once the pipeline is full
@@ -28,13 +29,19 @@ equal ranks without transfers all are the forms of `cost_models.pipeline`, which
 have k micro-batches in flight under 1F1B and k - 1 boundaries inside, so a micro-batch waits for (k - 1)/k of a
 boundary; zb_h1's weight gradients run meanwhile; interleaved stages have twice as many in flight.
 
+Where boundaries differ, which stage is to make up for a slow one matters: the table's e is all on the stage behind it.
+`halved` is the other form of 1f1b and zb_h1: a window of k stages takes (sum of t + sum of the x inside) / k for each
+micro-batch at least, and no window takes longer than the slowest of its stages with y; zb_h1's t is then without w. So
+e is y, and max(0, y - w); it makes both stages beside a slow boundary small. It counts too much where few micro-batches
+or few units leave nothing to balance: neither form finds the better cut everywhere.
+
 No bound on the simulated step: 1F1B hides part of what uneven stages wait for, or adds to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,7 +70,10 @@ class Seconds:
     """Transfer of their gradients back."""
 
     sent_forward: Floats
-    """Transfer of the activations that a stage makes."""
+    """Transfer of the activations that a stage makes; 0 where the same rank reads them."""
+
+    awaited_backward: Floats
+    """Transfer of their gradients back."""
 
     fills: Floats
     """1 for kinds whose forward another rank's first forward waits for, under zbv; else 0."""
@@ -78,6 +88,11 @@ class Seconds:
         """Return the transfers over the boundary ahead of a stage."""
         return self.received_forward + self.received_backward
 
+    @property
+    def halves(self) -> Floats:
+        """Return half of the transfers over both boundaries of a stage."""
+        return (self.crossing + self.sent_forward + self.awaited_backward) / 2
+
     def exposed(self, otherwise: Floats) -> Floats:
         """Return all that a stage sends where sends block, else what is given."""
         return self.sent_forward + self.received_backward if self.blocking else otherwise
@@ -91,6 +106,9 @@ class Parts:
     key: Floats
     work: Floats
     """The key less what transfers add: exactly the sum over units, but for zb_h1."""
+
+    halved: Floats | None = None
+    """The key of the other form, which halves boundaries; None where the schedule has no other."""
 
     by_stage: bool = False
     """Whether the largest key is that of a stage, rather than a rank's sum."""
@@ -112,7 +130,7 @@ def parts(schedule: str, seconds: Seconds) -> Parts:
 def _all_in_turn(each: Seconds, exposed: Floats, *, by_stage: bool = False) -> Parts:
     """Return the first micro-batch through all stages, and every other one behind it through the slowest."""
     work = (each.microbatches - 1) * each.total
-    return Parts(each.total + each.crossing, work + (each.microbatches - 1) * exposed, work, by_stage)
+    return Parts(each.total + each.crossing, work + (each.microbatches - 1) * exposed, work, by_stage=by_stage)
 
 
 def _gpipe(each: Seconds) -> Parts:
@@ -122,7 +140,8 @@ def _gpipe(each: Seconds) -> Parts:
 
 
 def _one_f_one_b(each: Seconds) -> Parts:
-    return _all_in_turn(each, each.exposed(each.crossing * (each.ranks - 1) / each.ranks))
+    found = _all_in_turn(each, each.exposed(each.crossing * (each.ranks - 1) / each.ranks))
+    return found if each.blocking else replace(found, halved=found.work + (each.microbatches - 1) * each.halves)
 
 
 def _interleaved(each: Seconds) -> Parts:
@@ -141,7 +160,8 @@ def _zb_h1(each: Seconds) -> Parts:
     exposed = each.exposed(np.maximum(0.0, each.crossing - each.weight_gradient) * (p - 1) / p)
     crossings = 1 if each.blocking else 2
     work = m * each.total - idle
-    return Parts(idle + crossings * each.crossing, work + (m - 1) * exposed, work)
+    halved = None if each.blocking else work + (m - 1) * np.maximum(0.0, each.halves - each.weight_gradient)
+    return Parts(idle + crossings * each.crossing, work + (m - 1) * exposed, work, halved)
 
 
 def _zbv(each: Seconds) -> Parts:

@@ -63,6 +63,9 @@ class NoCut:
     """What it needs at least, whatever the cut; above the budget: proven that none fits."""
 
 
+_TELLS = 0.01
+"""Share of a step that transfers add from which it is worth knowing which cut another closed form takes."""
+
 _PROVEN = 1e-9
 """Gap, relative, of what is proven: what rounding leaves."""
 
@@ -81,8 +84,9 @@ def find_cuts(
     `schedule` gives ranks, stages a rank, micro-batches, the closed form (by its name) and what each rank holds (by its
     actions). `blocking`: ranks compute nothing while they send, see `simulate`. With one stage a rank, or some ten
     thousand cuts at most, the first is optimal for the closed form, else within `gap`; the others, up to `keep` in all,
-    differ from it by some units, for the simulator to decide among. Raises `UsageError` for a schedule without a closed
-    form, or too few units.
+    differ from it by some units, for the simulator to decide among. Where transfers tell and the schedule has another
+    closed form, as many more are the best by that. Raises `UsageError` for a schedule without a closed form, or too few
+    units.
     """
     assigned = Assigned.alike(units, boundaries, schedule)
     return find_cuts_on(assigned, schedule, budget_bytes=budget_bytes, keep=keep, blocking=blocking)
@@ -102,8 +106,10 @@ def find_cuts_on(
         return _no_cut(stages)
     last = found.cuts[min(1, len(found.cuts) - 1)]
     near = nearby(stages, last, budget_bytes, max(1, keep))
-    rows = dict.fromkeys(tuple(cut.tolist()) for cut in (*found.cuts, *near))
-    cuts = np.array(list(rows)[: max(1, keep)])
+    rows = list(dict.fromkeys(tuple(cut.tolist()) for cut in (*found.cuts, *near)))[: max(1, keep)]
+    if alone and stages.waiting_s(found.cuts[0]) > _TELLS * float(stages.score(found.cuts[0][None]).step_s[0]):
+        rows += [each for each in _halving(stages, budget_bytes, max(1, keep)) if each not in rows]
+    cuts = np.array(rows)
     scores = stages.score(cuts)
     order = np.lexsort((scores.imbalance, scores.step_s))
     return Cuts(
@@ -194,6 +200,15 @@ def _least_step(stages: Stages, budget_bytes: float) -> Bounded:
         )
     )
     return Bounded((), np.inf) if cut is None else Bounded((cut,), float(stages.score(cut[None]).step_s[0]))
+
+
+def _halving(stages: Stages, budget_bytes: float, keep: int) -> list[tuple[int, ...]]:
+    """Return the best cuts by the closed form that halves boundaries, none where the schedule has no such form."""
+    other = stages.halving()
+    found = Bounded((), np.inf) if other is None else _least_step(other, budget_bytes)
+    if other is None or not found.cuts:
+        return []
+    return [tuple(cut.tolist()) for cut in nearby(other, found.cuts[0], budget_bytes, keep)]
 
 
 def _no_cut(stages: Stages) -> NoCut:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,6 +145,7 @@ class Stages:
         found = parts(schedule.name, self._seconds(assigned, schedule, blocking))
         self.fill: Floats = np.where(self.exists, found.fill, np.inf)
         self.key: Floats = np.where(self.exists, found.key, np.inf)
+        self._work, self._halved = found.work, found.halved
         self.group_of = np.arange(self.stages) if found.by_stage else self.rank_of
         """What adds up its keys: the rank of a stage, or each stage for itself."""
 
@@ -185,6 +187,20 @@ class Stages:
         received = self.received if self._kinds[kind].receives else np.zeros_like(self.received)
         both: Floats = np.stack([self.activation + received, self.kept + received])
         return both
+
+    def waiting_s(self, cut: Ints) -> float:
+        """Return what transfers add to the step at most, by the key of any stage of a cut."""
+        at = (self.kind_of, np.diff(cut), cut[1:])
+        return float((self.key[at] - np.broadcast_to(self._work, self.key.shape)[at]).max())
+
+    def halving(self) -> Stages | None:
+        """Return the same stages by the other closed form, which halves boundaries; `None` where there is no other."""
+        if self._halved is None:
+            return None
+        other = copy(self)
+        other.key = np.where(self.exists, self._halved, np.inf)
+        other._halved = None
+        return other
 
     def stage_bytes(self, stage: int) -> Floats:
         """Return what a rank holds that has this stage and no other, as [k, j]."""
@@ -246,6 +262,7 @@ class Stages:
             received_forward=receives * ahead[..., 0],
             received_backward=receives * ahead[..., 1],
             sent_forward=sends * behind[:, None, :, 0],
+            awaited_backward=sends * behind[:, None, :, 1],
             fills=np.array([kind.fills for kind in self._kinds], dtype=np.float64)[:, None, None],
         )
 

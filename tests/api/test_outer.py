@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from autopar.api import plan_captured
+from autopar.api.outer import Outer
 from autopar.api.planning import Planner, Program
-from autopar.api.solving import Solving
+from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
 from autopar.capture import capture
 from autopar.costs.stage_memory import Split
@@ -19,6 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.stages import stage_of
 from autopar.options import PlanOptions
 from autopar.progress import Silent
+from autopar.search.ilp import Solution
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial, depths, in_time, near_sizes, sizes_worth_trying
 from cost_models.cluster import ClusterSpec
@@ -177,3 +180,74 @@ def test_meshes_that_no_node_divides_into_are_left_out():
 
     assert plan.decisions.mesh.world_size * plan.decisions.degrees["pp"] == 24
     assert plan.decisions.degrees["tp"] in {1, 2, 4, 8}
+
+
+def outer(**options: object) -> Outer:
+    parsed = PlanOptions.parse(**options)
+    return Outer(Solving(CAPTURED.graph, cluster(), parsed), read_wishes(parsed), Silent(), mixes=True)
+
+
+@pytest.mark.parametrize(("slack", "kept"), [(1.3, True), (1.1, False)])
+def test_time_is_kept_for_recomputing_less_where_that_may_lead_to_the_best_plan(slack: float, kept: bool):
+    search, best = outer(time_limit=1000), Trial((MeshAxis("tp", 4),))
+    heavy = Trial((MeshAxis("dp_shard", 4),), recompute="full")
+    search._estimates._mixed = {heavy: slack}
+    for trial, step_s in ((best, 1.0), (heavy, 1.2)):
+        search.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
+
+    assert search.left_s == pytest.approx(800, abs=5)
+    assert search.left_to_try_s == pytest.approx(650 if kept else 800, abs=5)
+
+
+def test_of_trials_that_are_bounded_the_least_bound_is_solved_first():
+    """Not what recomputing less might lead to: time may end before that is tried."""
+    search, solved = outer(), []
+    hoped = Trial((MeshAxis("microbatch", 4), MeshAxis("tp", 2)), 2, "full")
+    plain = Trial((MeshAxis("dp_shard", 4),), 1, "full")
+    bounds = {hoped: 1.2, plain: 1.0}
+
+    def solve(one: Waiting, *_: object) -> Solved:
+        solved.append(one.trial)
+        return Solved(one.trial, Solution("gap", (0,), one.bound_s, one.bound_s), Mock(), one.bound_s)
+
+    search._likely = {hoped: 0.8, plain: 0.9}
+    search._estimates._mixed = {hoped: 1.5, plain: 1.1}
+    search.solving = Mock(wraps=search.solving)
+    search.solving.options = PlanOptions.parse()
+    search.solving.bound = lambda trial, *_: Waiting(trial, Mock(), Mock(), Mock(), bounds[trial], 0.0)
+    search.solving.solve = solve
+    search._ways = lambda _: []  # type: ignore[method-assign]
+
+    search._best_first([hoped, plain], "bound", 2)
+
+    assert solved == [plain, hoped]
+
+
+@pytest.mark.parametrize(("degrees", "pipelines"), [({"pp": 2}, "1, 3, 6, 12, 24"), ({"pp": 2, "tp": 4}, "1, 3, 6")])
+def test_stages_that_reach_into_a_node_are_told_with_numbers_of_stages_that_do_not(
+    degrees: dict[str, int], pipelines: str
+):
+    spec, captured = ClusterSpec.parse("h100-sxm-80gb:8x3"), capture(Deep(), (torch.randn(24, 128),))
+
+    with pytest.raises(InfeasibleError) as caught:
+        plan_captured(captured, "Deep", spec, PlanOptions.parse(fix=degrees), Silent())
+
+    assert str(caught.value) == (
+        "--fix pp=2 leaves 12 of 24 devices to each stage, and nodes come in 8s: a stage would have all of one "
+        "node and part of another, so that links between its ranks differ; take "
+        f"pp={pipelines}, or nodes whose number divides by 2"
+    )
+
+
+def test_sizes_of_micro_batches_near_the_best_are_tried_though_their_estimates_are_slow():
+    search, tried = outer(), []
+    near, best = (Trial((MeshAxis("microbatch", count), MeshAxis("dp_shard", 4))) for count in (2, 4))
+    search.solved.append(Solved(best, Solution("gap", (0,), 1.0, 1.0), Mock(), 1.0))
+    search._likely = {best: 0.5, near: 9.0}
+    search._near = lambda _: [each for each in (near,) if each not in tried]  # type: ignore[method-assign]
+    search._estimates.more = lambda trials, *, fits: dict.fromkeys(trials, 9.0)  # type: ignore[method-assign]
+    search._relax = lambda trial: tried.append(trial)  # type: ignore[method-assign,func-returns-value]
+
+    search._climb()
+
+    assert tried == [near]

@@ -181,6 +181,19 @@ def test_what_does_not_fit_says_how_far_it_is_and_what_would_fit() -> None:
     assert "21.59 GiB" in text
     assert "0.weight" in text or ".weight" in text
     assert "What would make it fit: " in text
+    assert "other choices" not in text
+
+
+def test_where_wishes_are_why_nothing_fits_they_are_told_as_what_to_change() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(16))), torch.empty(64, 8192)
+
+    with pytest.raises(InfeasibleError) as caught:
+        autopar.plan(model, "t4:4", example_inputs=(x,), fix={"dp_replicate": 4, "zero": 0})
+
+    said = "other choices than --fix dp_replicate=4 --fix zero=0, with which this is the smallest plan"
+    assert f"What would make it fit: {said}; " in str(caught.value)
+    assert autopar.plan(model, "t4:4", example_inputs=(x,)).decisions.degrees["dp_replicate"] == 1
 
 
 def test_mixed_devices_without_stages_are_planned_with_a_warning_that_names_them(tmp_path) -> None:  # type: ignore[no-untyped-def]
