@@ -124,6 +124,11 @@ def _same_options(pricing: Pricing, known: Outcome) -> tuple[int, ...] | None:
         if place is None:
             return None
         found.append(place)
+    for name, layouts in pricing.sink_layouts.items():  # decisions of their own, behind those of clusters
+        layout = known.output_layout(name)
+        if layout not in layouts:
+            return None
+        found.append(layouts.index(layout))
     return tuple(found)
 
 

@@ -71,6 +71,29 @@ def test_less_memory_takes_more_time_step_by_step_until_nothing_fits():
     assert times[-1] <= planned(program, 1 << 30, recompute="full").estimates.step_time_s
 
 
+class Shown(Wide):
+    """The same with values beside the loss, whose layout is decided by itself."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean(), x.detach()
+
+
+@pytest.mark.parametrize("fix", [{}, {"microbatch": 16}])
+def test_outputs_beside_the_loss_stay_where_they_are(fix: dict[str, int]):
+    program = capture(Shown((64,) * 6), (torch.empty(128, 32),))
+    fixed = FIX | {"dp_replicate": 1, "dp_shard": 2} | fix
+    options = PlanOptions.parse(fix=fixed, memory_margin=0, gap=0.0)
+    source = Program(program.graph, "shown", "", None)
+    most = Planner(source, cluster(1 << 30), options).plan()
+
+    plan = Planner(source, cluster(int(most.estimates.peak_memory_bytes * 0.8)), options).plan()
+
+    assert 0 < len(plan.decisions.recompute) < 6
+    assert set(plan.decisions.outputs) == {"0", "1"}
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_the_ways_found_are_the_best_of_all_combinations(share: float):
     program = captured(48, 96, 32)
