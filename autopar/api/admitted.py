@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
@@ -25,6 +26,18 @@ def require_admitted(graph: Graph, fixed: Mapping[str, int]) -> None:
         _require_experts(graph, fixed["ep"])
     if fixed.get("cp", 1) > 1:
         _require_tokens(graph, fixed["cp"])
+
+
+def splits_tensors(graph: Graph, size: int) -> bool:
+    """Return whether ranks that split tensors have parts of most matrices: of half of all their elements at least.
+
+    Of 3 or 9 ranks, as GPUs in racks of 72 may be asked for, most would do what every other does.
+    """
+    metas = [op.outputs[0] for op in graph.ops if op.kind == "parameter" and op.outputs]
+    shapes = [meta.shape for meta in metas if meta is not None and len(meta.shape) > 1]
+    # Of a convolution channels are split, never its window.
+    split = [shape for shape in shapes if any(dim % size == 0 for dim in shape[: 3 if len(shape) < 4 else 2])]
+    return 2 * sum(map(prod, split)) >= sum(map(prod, shapes))
 
 
 def _require_experts(graph: Graph, size: int) -> None:

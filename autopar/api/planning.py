@@ -10,7 +10,7 @@ from functools import partial
 from math import ceil, gcd, inf, prod
 
 from autopar.api import infeasible
-from autopar.api.admitted import require_admitted
+from autopar.api.admitted import require_admitted, splits_tensors
 from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.kinds import shape_of
 from autopar.api.microbatching import nothing_divides
@@ -207,10 +207,11 @@ class Planner:
             blocks = len(units(self.program.graph)) // wishes.wanted(2).interleave
             tried = [each for each in depths(devices, blocks) if each > 1 or wishes.schedule_is_open]
         found = {}
-        count = gcd(*experts(self.program.graph).counts.values())
+        graph = self.program.graph
+        splits, count = partial(splits_tensors, graph), gcd(*experts(graph).counts.values())
         for depth in tried:
             if devices % depth == 0:
-                found[depth] = candidates(devices // depth, per_node, wishes.fixed, wishes.forbidden, count)
+                found[depth] = candidates(devices // depth, per_node, wishes.fixed, wishes.forbidden, count, splits)
         found = {depth: meshes for depth, meshes in found.items() if meshes}
         if not found:
             if wishes.depth is None and not wishes.schedule_is_open:

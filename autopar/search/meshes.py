@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -36,12 +36,18 @@ Candidate = tuple[MeshAxis, ...]
 
 
 def candidates(
-    devices: int, per_node: int, fixed: Mapping[str, int], forbidden: Sequence[str], experts: int = 0
+    devices: int,
+    per_node: int,
+    fixed: Mapping[str, int],
+    forbidden: Sequence[str],
+    experts: int = 0,
+    splits_tensors: Callable[[int], bool] = lambda _: True,
 ) -> list[Candidate]:
     """Return the meshes to solve for `devices`, most promising first; empty if the fixed degrees do not divide them.
 
     Degrees in `fixed` become axes of that role; what they leave over is split in every way into
-    a data-parallel part and an inner free one, or one that splits so many `experts` evenly.
+    a data-parallel part and an inner free one, or one that splits so many `experts` evenly. Inner ones are of the sizes
+    that `splits_tensors` says are worth it.
     """
     axes: set[str] = {"dp_replicate", "dp_shard", "tp", *_OF_SOME}
     known = {role: size for role, size in fixed.items() if role in axes}
@@ -51,21 +57,28 @@ def candidates(
     rest = devices // taken
     if {"dp_replicate", "dp_shard", "tp"} <= {*known, *forbidden} and rest > 1:
         return []
-    splits = _splits(rest, per_node, known, forbidden)
+    splits = _splits(rest, per_node, known, forbidden, splits_tensors)
     if experts and not {"dp_shard", "ep"} & {*known, *forbidden}:
         splits += [{"dp_shard": rest // size, "ep": size} for size in _divisors(rest) if size > 1 > experts % size]
     found = [_assemble(known, extra) for extra in splits]
     return list(dict.fromkeys(c for c in found if c is not None))
 
 
-def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Sequence[str]) -> list[dict[Role, int]]:
+def _splits(
+    rest: int,
+    per_node: int,
+    known: Mapping[str, int],
+    forbidden: Sequence[str],
+    splits_tensors: Callable[[int], bool],
+) -> list[dict[Role, int]]:
     if rest == 1:
         return [{}]
     out: set[str] = {*known, *forbidden}
     outer: list[Role] = [role for role in ("dp_shard", "dp_replicate") if role not in out]
     free_ok = "tp" not in out
     found: list[dict[Role, int]] = []
-    inner = [size for size in _divisors(rest) if size <= max(2 * per_node, _FREE_LIMIT)]
+    largest = max(2 * per_node, _FREE_LIMIT)
+    inner = [size for size in _divisors(rest) if 1 < size < rest and size <= largest and splits_tensors(size)]
     data: Role | None = outer[0] if outer else None
     if data is None:
         return [{"tp": rest}] if free_ok else []
@@ -75,7 +88,7 @@ def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Seque
     if not found or any(known.get(role, 1) > 1 for role in _OF_SOME):
         found.append({data: rest})
     if free_ok:
-        found += [{data: rest // size, "free": size} for size in inner if 1 < size < rest]
+        found += [{data: rest // size, "free": size} for size in inner]
     if len(outer) == 2:
         nodes = rest // per_node
         if nodes > 1 and rest % per_node == 0:
@@ -84,7 +97,7 @@ def _splits(rest: int, per_node: int, known: Mapping[str, int], forbidden: Seque
                 found += [
                     {"dp_replicate": nodes, "dp_shard": per_node // size, "free": size}
                     for size in _divisors(per_node)
-                    if 1 < size < per_node
+                    if 1 < size < per_node and splits_tensors(size)
                 ]
     return found
 

@@ -29,6 +29,16 @@ def test_experts_stay_whole_where_that_is_wished(fixed: dict[str, int], forbidde
     assert roles(64, fixed, 8, forbidden) == roles(64, fixed, 0, forbidden)
 
 
+@pytest.mark.parametrize("devices", [24, 72])
+def test_tensors_are_split_over_no_ranks_that_have_parts_of_few(devices: int):
+    tried = candidates(devices, 8, {}, (), splits_tensors=lambda size: size in {2, 4, 8})
+    known = candidates(devices, 8, {"tp": 3}, (), splits_tensors=lambda size: size in {2, 4, 8})
+
+    assert {axis.size for mesh in tried for axis in mesh if axis.role == "free"} == {2, 4, 8}
+    assert all(axis.size == 3 for mesh in known for axis in mesh if axis.role == "tp")
+    assert known
+
+
 def test_fixed_degrees_lie_data_outside_then_tokens_experts_and_tensors():
     assert roles(16, {"tp": 2, "ep": 2, "cp": 2, "dp_shard": 2}) == {"dp_shard=2 x cp=2 x ep=2 x tp=2"}
 
