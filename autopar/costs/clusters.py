@@ -1,9 +1,10 @@
 """Operators whose strategy follows from that of the one operator they read.
 
 A view, a cast to a smaller type or an elementwise function of one tensor takes
-its layout from its input. Deciding it apart would gain nothing: redistributing
-before or after it moves the same bytes. Such followers join their producer's
-cluster; the search decides clusters.
+its layout from its input. Redistributing before or after it moves the same
+bytes, so that deciding it apart would gain little: where backward reads it again
+in the other layout (tokens on their way to experts), it is moved a second time.
+Such followers join their producer's cluster; the search decides clusters.
 """
 
 from __future__ import annotations
