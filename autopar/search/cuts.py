@@ -205,10 +205,10 @@ def _least_step(stages: Stages, budget_bytes: float) -> Bounded:
 def _halving(stages: Stages, budget_bytes: float, keep: int) -> list[tuple[int, ...]]:
     """Return the best cuts by the closed form that halves boundaries, none where the schedule has no such form."""
     other = stages.halving()
-    found = Bounded((), np.inf) if other is None else _least_step(other, budget_bytes)
-    if other is None or not found.cuts:
+    if other is None:
         return []
-    return [tuple(cut.tolist()) for cut in nearby(other, found.cuts[0], budget_bytes, keep)]
+    best = _least_step(other, budget_bytes).cuts[:1]
+    return [tuple(near.tolist()) for cut in best for near in nearby(other, cut, budget_bytes, keep)]
 
 
 def _no_cut(stages: Stages) -> NoCut:
