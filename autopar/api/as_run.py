@@ -31,9 +31,6 @@ from cost_models.topology import axis_hops
 
 _UNLIMITED = 1 << 60
 
-_EXCHANGES = 4
-"""Times that the experts of a layer exchange tokens, forward and backward."""
-
 
 @dataclass
 class AsRun(Solving):
@@ -109,19 +106,14 @@ class AsRun(Solving):
         return prod(hop.ranks for hop in axis_hops(self.cluster.levels, ranks, first) if hop.level != inside)
 
     def _sent_share(self, trial: Trial) -> Mapping[tuple[int, str], float]:
-        """Return the share of what experts exchange that is sent.
-
-        A layer of our programs exchanges five times: to experts and back, gradients likewise, and once more what
-        weight gradients need of what forward brought, which frameworks keep. Layers that run again bring it again.
-        """
+        """Return the share of what experts exchange that is sent, where a token goes once to a node."""
         place = _axis(trial, "ep")
-        if place < 0 or self.mixture is None:
+        if place < 0 or self.mixture is None or not self._joins_exchanges:
             return {}
-        share = 1.0 if trial.recompute in {"full", "whole"} else _EXCHANGES / (_EXCHANGES + 1)
-        if self._joins_exchanges:
-            nodes = self._nodes_of_experts(trial)
-            share *= sent_share(nodes, self.mixture.chosen, self.mixture.groups, self.mixture.reached)
-        return {(place, "all_to_all"): share}
+        nodes = self._nodes_of_experts(trial)
+        return {
+            (place, "all_to_all"): sent_share(nodes, self.mixture.chosen, self.mixture.groups, self.mixture.reached)
+        }
 
     def _hidden_tensor_share(self, trial: Trial) -> Mapping[str, float]:
         """Return the share of tensor-parallel collectives that products hide, by operation.

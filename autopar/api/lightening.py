@@ -54,7 +54,7 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s
     ends = time.process_time() + left_s
     least = max(room.held_bytes for room in rooms)
     low, limit, best = least, float(solving.budget), None
-    high = inf
+    high, gained_s = inf, 0.0
     for _ in range(_TRIES):
         chosen = cheapest(ways, rooms, limit)
         recompute = _named(again.paths, _plainest(ways, chosen)) if chosen is not None else "full"
@@ -63,7 +63,7 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s
             break
         saved_s = float((ways.seconds[:, -1] - ways.seconds[np.arange(len(chosen)), chosen]).sum())
         foreseen_s = one.step_s - saved_s * one.trial.microbatches / one.trial.depth
-        if foreseen_s > best_s * (1.0 - _IDLE * solving.options.gap):
+        if foreseen_s > best_s * (1.0 - _IDLE * solving.options.gap) or saved_s <= gained_s:
             break
         foreseen = max(held(ways, room, chosen) for room in rooms)
         found = None if recompute == "none" else _as_before(solving, wishes, one, best or one, recompute)
@@ -72,7 +72,7 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s
             limit = min(foreseen, limit) - 1.0 if high == inf else low + (foreseen - low) / 2
             high = foreseen
         else:
-            best, low = found, foreseen
+            best, low, gained_s = found, foreseen, saved_s
             spare = solving.budget - _peak(found)
             limit = min(foreseen + spare, low + (high - low) / 2)
         if limit - low < _WORTH * solving.budget:

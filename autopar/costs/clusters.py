@@ -2,9 +2,11 @@
 
 A view, a cast to a smaller type or an elementwise function of one tensor takes
 its layout from its input. Redistributing before or after it moves the same
-bytes, so that deciding it apart would gain little: where backward reads it again
-in the other layout (tokens on their way to experts), it is moved a second time.
-Such followers join their producer's cluster; the search decides clusters.
+bytes, so that deciding it apart would gain nothing: such followers join their
+producer's cluster, and the search decides clusters. Where others read the
+producer, too, the follower decides for itself: it may read what was moved for
+them (a gradient gathered for one product, and transposed for another; tokens
+that experts had in forward), in place of moving it once more.
 """
 
 from __future__ import annotations
@@ -59,11 +61,22 @@ def build(graph: Graph, choices: Mapping[str, Sequence[MeshStrategy]]) -> tuple[
 
 
 @once_per_graph
+def _readers(graph: Graph) -> dict[str, frozenset[str]]:
+    """Return, for each representative operator, the representatives that read it or an instance of it."""
+    found: dict[str, set[str]] = {graph.representative(op.name): set() for op in graph.ops}
+    for op in graph.ops:
+        for ref in op.refs:
+            found[graph.representative(ref.op)].add(graph.representative(op.name))
+    return {rep: frozenset(readers) for rep, readers in found.items()}
+
+
+@once_per_graph
 def _sources(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Return, for each representative operator, what each of its slots reads, if all its instances read the same.
 
     Absent where instances read different representatives (the first of a stack of layers reads
-    the embedding), or the count of instances differs from that of what they read.
+    the embedding), or the count of instances differs from that of what they read: unless that is a
+    parameter, which only some layers read again.
     """
     read: dict[str, list[set[str]]] = {}
     count: dict[str, int] = {}
@@ -77,7 +90,11 @@ def _sources(graph: Graph) -> dict[str, tuple[str, ...]]:
     for rep, slots in read.items():
         if slots and all(len(slot) == 1 for slot in slots):
             found[rep] = tuple(next(iter(slot)) for slot in slots)
-    return {rep: names for rep, names in found.items() if all(count[n] in {1, count[rep]} for n in names)}
+    return {
+        rep: names
+        for rep, names in found.items()
+        if all(count[n] in {1, count[rep]} or graph.by_name[n].kind == "parameter" for n in names)
+    }
 
 
 def _leader(
@@ -101,6 +118,8 @@ def _join(
     """Add `op` to the cluster if it follows under every option; return whether it did."""
     reps = [graph.representative(ref.op) for ref in op.refs]
     slots = [slot for slot, rep in enumerate(reps) if home[rep] == place]
+    if any(graph.by_name[reps[slot]].kind == "call" and len(_readers(graph)[reps[slot]]) > 1 for slot in slots):
+        return False
     moved_now = max(graph.meta(op.refs[slot]).nbytes for slot in slots)
     moved_later = sum(meta.nbytes for meta in op.outputs if meta is not None)
     starts = {graph.by_name[reps[slot]].kind for slot in slots}
