@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture
 from autopar.capture.recompute import recomputed
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.stages import everywhere, stage_of, units
 from tests.support.branching import branching
 from tests.support.models import cases
+from tests.support.remembering import remembered
 
 
 class Deep(nn.Module):
@@ -43,7 +43,7 @@ class Deep(nn.Module):
 
 def graph_of(name: str, **how: bool) -> Graph:
     model, example = {**cases(), **branching()}[name]
-    return capture(model, example, **how).graph
+    return remembered(model, example, **how).graph
 
 
 def paths(graph: Graph) -> list[str]:
@@ -64,8 +64,8 @@ def test_without_module_lists_blocks_are_the_modules_that_hold_parameters():
 
 
 def test_a_list_of_lists_of_layers_is_cut_between_the_layers_but_not_between_experts():
-    rows = capture(Deep(), (torch.randn(4, 8),)).graph
-    experts = capture(Deep(experts=True), (torch.randn(4, 8),)).graph
+    rows = remembered(Deep(), (torch.randn(4, 8),)).graph
+    experts = remembered(Deep(experts=True), (torch.randn(4, 8),)).graph
 
     assert paths(rows) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
     assert paths(experts) == ["rows.0", "rows.1"]
@@ -93,7 +93,7 @@ def test_a_tied_parameter_is_in_every_block_that_reads_it():
 @pytest.mark.parametrize("name", [*cases(), *branching()])
 def test_values_flow_up_the_stages_in_forward_and_gradients_down(name: str, again: bool):
     model, example = {**cases(), **branching()}[name]
-    captured = capture(model, example)
+    captured = remembered(model, example)
     graph = recomputed(captured, {"*": "full"}).graph if again else captured.graph
     shared, behind = everywhere(graph), gradients(graph)
 

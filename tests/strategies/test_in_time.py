@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.capture import capture
 from autopar.ir.placement import Partial, Replicate
 from autopar.ir.strategy import Strategy
 from autopar.strategies import axis_strategies
@@ -18,6 +17,7 @@ from autopar.strategies.compose import AxisSpec, compose
 from autopar.strategies.own_rows import Fact, Seen, linear
 from tests.strategies.calls import all_calls
 from tests.strategies.one_op import Case
+from tests.support.remembering import remembered
 from tests.support.routing import Experts, routing
 
 COUNT = 4
@@ -25,7 +25,7 @@ COUNT = 4
 
 def along(model: torch.nn.Module, example: tuple[torch.Tensor, ...]) -> dict[str, list[str]]:
     """Return what operators do in time, by target, in program order."""
-    graph = capture(model, example).graph
+    graph = remembered(model, example).graph
     choices = compose(graph, (AxisSpec(COUNT, "time", shard_parameters=False),), axis_strategies)
     told: dict[str, list[str]] = {}
     for op in graph.ops:
