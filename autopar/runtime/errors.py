@@ -399,6 +399,15 @@ def hooks_not_called(names: Sequence[str]) -> str:
     )
 
 
+def partner_elsewhere(name: str, other: str) -> str:
+    """Return the warning about a frozen parameter that a loop writes, whose partner another pipeline stage has."""
+    return (
+        f"{name} was written between steps, and {other} is on another pipeline stage: parameters() of a rank are those "
+        "of its own stages, so that pairs made by their order (zip(student.parameters(), teacher.parameters())) are of "
+        "others. Leave pp out (--fix pp=1) where a loop updates one branch of the model by another"
+    )
+
+
 def many_forms(count: int, *, training: bool) -> str:
     """Return the warning about calls of many shapes, each of which has its own program."""
     return (

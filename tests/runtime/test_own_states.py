@@ -88,7 +88,7 @@ def saved_by_safetensors(_rank: int, fix: dict[str, Any], folder: str) -> list[s
 
 def test_a_stages_own_state_warns_when_safetensors_writes_it(pool: RankPool, tmp_path: Path):
     for told in pool.values(saved_by_safetensors, FIXES[2], str(tmp_path)):
-        assert [each.split(":")[0] for each in told] == ["the state_dict() of this compiled Layers is saved"]
+        assert {each.split(":")[0] for each in told} == {"the state_dict() of this compiled Layers is saved"}
 
 
 def loaded_of_rank_0(_rank: int, fix: dict[str, Any], what: str) -> None:
