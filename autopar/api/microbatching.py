@@ -59,7 +59,8 @@ def require_splittable(
             continue
         made = along[graph.representative(output.ref.op)].outputs[output.ref.index]
         changed, maker = graph.by_name.get(output.name), graph.by_name[output.ref.op]
-        if changed is not None and output.kind == "mutation" and not isinstance(made, Replicate):
+        summed = made == Partial() and graph.meta(output.ref).is_floating
+        if changed is not None and output.kind == "mutation" and not isinstance(made, Replicate) and not summed:
             raise _updated_by_all(changed.target, maker)
         if changed is not None and changed.kind == "parameter" and isinstance(made, Shard):
             raise _row_a_sample(changed.target, maker)
@@ -87,7 +88,7 @@ def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, 
             return True  # and of what has a row for each sample, no more
     if have == need or isinstance(have, Replicate):
         return False  # a part of what is the same for all; whether it is that, the rewriter checks
-    return not (isinstance(have, Partial) and isinstance(need, Replicate) and ref.op in counted)
+    return not (have == Partial() and isinstance(need, Replicate) and ref.op in counted)
 
 
 @once_per_graph

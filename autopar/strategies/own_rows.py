@@ -130,11 +130,20 @@ def _cumulated(seen: Seen) -> Found | None:
     return seen.call.strategy({0: Partial()}, {0: Partial()}, OWN), (Fact(tells=("ends", tells[1])),)
 
 
+_ADDS_UP = ("int", "float32", "float64")
+"""Types in which sums of parts of whole numbers are those of all."""
+
+
 def _copied_counts(seen: Seen) -> Found | None:
     """Counts stay whole numbers, and so add up, in whatever type."""
-    tells = seen.facts[0].tells
-    if tells is None or tells[0] == "keys" or seen.now[0] != Partial():
+    tells, dtype = seen.facts[0].tells, seen.call.metas[0].dtype
+    if seen.now[0] != Partial():
         return None
+    if tells is None or tells[0] == "keys":
+        made = seen.op.outputs[0]
+        if not dtype.startswith(("int", "uint")) or made is None or not made.dtype.startswith(_ADDS_UP):
+            return None
+        tells = None
     return seen.call.strategy({0: Partial()}, {0: Partial()}, OWN), (Fact(tells=tells),)
 
 

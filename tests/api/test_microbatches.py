@@ -123,21 +123,21 @@ def test_a_row_that_all_samples_share_is_not():
 
 
 class Counted(nn.Module):
-    """Counts in a buffer how often each expert was chosen."""
+    """Counts in a buffer of whole numbers how often each expert was chosen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(8, 4)
-        self.register_buffer("load", torch.zeros(4))
+        self.register_buffer("load", torch.zeros(4, dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.gate(x)
         with torch.no_grad():
-            self.load.add_(nn.functional.one_hot(scores.argmax(-1), 4).sum(0).to(x.dtype))
+            self.load.add_(nn.functional.one_hot(scores.argmax(-1), 4).sum(0))
         return scores.square().mean()
 
 
-def test_a_buffer_that_counts_the_samples_of_a_step_is_named():
+def test_a_buffer_of_whole_numbers_that_counts_the_samples_of_a_step_is_named():
     with pytest.raises(InfeasibleError, match=r"the new value of buffer load comes of all samples of a step"):
         autopar.plan(Counted(), "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
 
