@@ -138,6 +138,28 @@ def test_blocks_of_the_training_program_cut_the_evaluation_program_of_the_model(
     assert {"embed": 0, "norm": 0, "qkv": 1, "head": 1}.items() <= modules.items()
 
 
+class Normed(nn.Module):
+    """A head behind the layers whose weight is divided by its largest singular value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x).square().mean()
+
+
+def test_a_buffer_that_is_only_written_is_on_the_stage_that_writes_it():
+    graph = capture(Normed(), (torch.randn(4, 8),)).graph
+    stages = stage_of(graph, one_each(graph))
+
+    updates = {each.name: each.ref.op for each in graph.outputs if each.kind == "mutation" and each.ref is not None}
+    assert {stages[name] for name in updates} == {stages[made] for made in updates.values()} == {1}
+
+
 def test_one_stage_needs_no_blocks():
     assert set(stage_of(graph_of("mlp"), [()]).values()) == {0}
 

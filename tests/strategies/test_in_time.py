@@ -67,6 +67,13 @@ def test_one_row_is_read_and_written_for_each_sample():
     assert "S0,S0,S0,S0->S0 (own)" in told["aten.index_put.default"]
 
 
+def test_one_row_is_read_and_written_for_each_of_two_batches_behind_each_other():
+    told = along(*routing()["pairs"])
+
+    assert told["aten.index.Tensor"] == ["S0/2,S0,S0/2->S0/2 (own)"]
+    assert told["aten.index_put.default"] == ["S0/2,S0,S0/2,S0/2->S0/2 (own)"]
+
+
 def test_counts_of_other_tokens_than_the_sorted_ones_group_nothing():
     class Other(Experts):
         def mixed(self, tokens, best, experts, w):
