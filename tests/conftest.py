@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +40,23 @@ R = Replicate()
 # A busy machine is no reason to fail, and a run today finds what a run tomorrow finds.
 settings.register_profile("autopar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("autopar")
+
+
+_PROGRAMS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name a folder for captured programs to the workers of the run and their ranks: all inherit the variable."""
+    if "AUTOPAR_TESTS_PROGRAMS" not in os.environ:
+        config.stash[_PROGRAMS] = folder = tempfile.TemporaryDirectory(prefix="autopar-programs-")
+        os.environ["AUTOPAR_TESTS_PROGRAMS"] = folder.name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folder where it was made."""
+    if _PROGRAMS in config.stash:
+        del os.environ["AUTOPAR_TESTS_PROGRAMS"]
+        config.stash[_PROGRAMS].cleanup()
 
 
 def pytest_collection_finish() -> None:

@@ -142,7 +142,9 @@ def plan_captured(
     tokens_per_step: int | None = None,
 ) -> Plan:
     """Return the best plan for a captured program."""
-    return plan_program(captured.graph, name, cluster, options, progress, tokens_per_step=tokens_per_step)
+    return plan_program(
+        captured.graph, name, cluster, options, progress, tokens_per_step=tokens_per_step, joint=captured.joint
+    )
 
 
 def plan_program(
@@ -153,9 +155,10 @@ def plan_program(
     progress: Progress,
     *,
     tokens_per_step: int | None = None,
+    joint: torch.fx.GraphModule | None = None,
 ) -> Plan:
-    """Return the best plan for a program."""
-    program = Program(graph, name, torch.__version__.partition("+")[0], tokens_per_step)
+    """Return the best plan for a program; `joint` are its nodes, if at hand."""
+    program = Program(graph, name, torch.__version__.partition("+")[0], tokens_per_step, joint)
     with seldom_collected():
         return Planner(program, cluster, options, progress).plan()
 

@@ -50,13 +50,17 @@ def require_splittable(
         for slot, ref in enumerate(op.refs):
             source = along[graph.representative(ref.op)]
             if _crosses(graph, op, slot, mine, source, counted):
-                raise _has_no_rule(op) if op.target in ruleless else _needs_all(op)
+                buffer = _buffer_alone(graph, op)
+                if op.target in ruleless:
+                    raise _has_no_rule(op)
+                raise _updated_by_all(buffer, op) if buffer else _needs_all(op)
     for output in graph.outputs:
         if output.ref is None:
             continue
         made = along[graph.representative(output.ref.op)].outputs[output.ref.index]
         changed, maker = graph.by_name.get(output.name), graph.by_name[output.ref.op]
-        if changed is not None and output.kind == "mutation" and not isinstance(made, Replicate):
+        summed = made == Partial() and graph.meta(output.ref).is_floating
+        if changed is not None and output.kind == "mutation" and not isinstance(made, Replicate) and not summed:
             raise _updated_by_all(changed.target, maker)
         if changed is not None and changed.kind == "parameter" and isinstance(made, Shard):
             raise _row_a_sample(changed.target, maker)
@@ -84,7 +88,7 @@ def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, 
             return True  # and of what has a row for each sample, no more
     if have == need or isinstance(have, Replicate):
         return False  # a part of what is the same for all; whether it is that, the rewriter checks
-    return not (isinstance(have, Partial) and isinstance(need, Replicate) and ref.op in counted)
+    return not (have == Partial() and isinstance(need, Replicate) and ref.op in counted)
 
 
 @once_per_graph
@@ -97,6 +101,17 @@ def _of_inputs_alone(graph: Graph) -> frozenset[str]:
         ):
             found.add(op.name)
     return frozenset(found)
+
+
+def _buffer_alone(graph: Graph, op: Op) -> str | None:
+    """Return the buffer whose new value is all that comes of an operator; `None` if anything else does."""
+    reached = {op.name}
+    for each in graph.ops:
+        if any(ref.op in reached for ref in each.refs):
+            reached.add(each.name)
+    made = [output for output in graph.outputs if output.ref is not None and output.ref.op in reached]
+    changed = graph.by_name.get(made[0].name) if made else None
+    return changed.target if changed is not None and all(each.kind == "mutation" for each in made) else None
 
 
 def _updated_by_all(buffer: str, op: Op) -> InfeasibleError:

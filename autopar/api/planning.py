@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, gcd, inf, prod
 
+from torch import fx
+
 from autopar.api import infeasible
 from autopar.api.admitted import require_admitted, splits_tensors
 from autopar.api.describing import PEAK_DTYPE, described
@@ -46,6 +48,9 @@ class Program:
     name: str
     torch_version: str
     tokens_per_step: int | None = None
+    joint: fx.GraphModule | None = None
+    """Nodes of the graph's operators, if at hand: by them values are found that differ from micro-batch to micro-batch,
+    which else is found only when the plan is to run."""
 
 
 _INDISTINCT = 0.02
@@ -70,7 +75,7 @@ class Planner:
     progress: Progress = field(default_factory=Silent)
 
     def __post_init__(self) -> None:
-        self._solving = Solving(self.program.graph, self.cluster, self.options)
+        self._solving = Solving(self.program.graph, self.cluster, self.options, self.program.joint)
 
     def plan(self) -> Plan:
         """Return the fastest plan that fits.

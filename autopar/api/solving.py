@@ -8,6 +8,8 @@ from functools import cached_property
 from math import inf
 from typing import Literal
 
+from torch import fx
+
 from autopar.api.microbatching import require_splittable
 from autopar.api.pipelining import Pipelined, Wanted, pipelined, rerun
 from autopar.api.places import Places
@@ -24,6 +26,7 @@ from autopar.figures import format_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.ir.strategy import MeshStrategy
 from autopar.options import PlanOptions
+from autopar.rewrite import cuts_in_time, require_alike
 from autopar.search.cuts import NoCut
 from autopar.search.fitting import solve_program
 from autopar.search.ilp import Ilp, Limits, Solution
@@ -78,6 +81,7 @@ class Solving:
     program: Graph
     cluster: ClusterSpec
     options: PlanOptions
+    joint: fx.GraphModule | None = None
     unknown: dict[str, Op] = field(default_factory=dict)
     """Operators without a sharding rule that were met, by their targets."""
 
@@ -332,7 +336,8 @@ class Solving:
         """Check that the program can be cut into micro-batches, and so into stages that work at the same time.
 
         Raises:
-            InfeasibleError: it needs its whole batch at once, or does not return a loss that its backward starts at.
+            InfeasibleError: it needs its whole batch at once, has a table with a row for each sample, or does not
+                return a loss that its backward starts at.
         """
         graph = self.program
         if not graph.batch_size:
@@ -344,6 +349,9 @@ class Solving:
             axis = MeshAxis("microbatch", parts)
             choices = compose(graph, wishes.axes((axis,)), axis_strategies, self._axes)
             require_splittable(graph, choices.of, choices.unknown)
+            if self.joint is not None:
+                follow = {name: each[0].axes[0] for name, each in choices.of.items()}
+                require_alike(cuts_in_time(self.joint, graph, follow, parts), graph)
         starts = [op for op in graph.ops if op.kind == "tangent"]
         if len(starts) != 1 or any(meta is not None and meta.shape for meta in starts[0].outputs):
             raise InfeasibleError(

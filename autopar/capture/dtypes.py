@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.capture.errors import class_numbers, mixed_dtypes
+from autopar.capture.errors import class_numbers, mixed_dtypes, whole_numbers
 from autopar.capture.origin import user_line
 
 _ALIKE = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "_cdist_forward", "grid_sampler_2d", "grid_sampler_3d"), (0, 1)),
+    "binary_cross_entropy": (0, 1),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "convolution"), (0, 1, 2)),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), (0, 2)),
     **dict.fromkeys(("index_add", "index_copy"), (0, 3)),
@@ -25,12 +26,18 @@ _NORMS = {
 }
 """As above; values of 16 bits are also normalised with weights of float32."""
 
+_FLOATS = frozenset(
+    {"gelu", "silu", "mish", "softplus", "glu", "hardswish", "hardsigmoid", "hardshrink", "log_sigmoid_forward",
+     "_softmax", "_log_softmax", "logcumsumexp", "var", "std", "var_mean", "std_mean"}
+)  # fmt: skip
+"""Operators that compute with floats only, which shape functions do not ask for either."""
+
 _CLASSES = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 def require_dtypes(joint: fx.GraphModule, name: str) -> None:
-    """Refuse products, norms, writes and losses of the model `name` whose tensors have dtypes that do not go together.
+    """Refuse operators of the model `name` whose tensors have dtypes that do not go together, or are no floats.
 
     Raises:
         CaptureError: some have; the text names operator, dtypes, shapes and the user's line.
@@ -42,6 +49,9 @@ def require_dtypes(joint: fx.GraphModule, name: str) -> None:
             target = _tensor(node, 1)
             if target is not None and target.dtype not in {torch.int64, torch.uint8}:
                 raise class_numbers(name, _shown(target), user_line(where))
+        first = _tensor(node, 0) if operator in _FLOATS else None
+        if first is not None and not first.dtype.is_floating_point and not first.dtype.is_complex:
+            raise whole_numbers(name, operator.strip("_"), _shown(first), user_line(where))
         tensors = [_tensor(node, i) for i in _ALIKE.get(operator, _NORMS.get(operator, ()))]
         present = [each for each in tensors if each is not None]
         if len({each.dtype for each in present}) > 1 and not (operator in _NORMS and _half_with_float(present)):

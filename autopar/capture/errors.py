@@ -43,6 +43,11 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         _ONE_DTYPE,
     ),
     (
+        r"Expected dtype int32/int64 for index, but got",
+        "it looks up by numbers of another dtype than int64, as classes of a loss that are uint8 are",
+        "give classes and indices as int64: y.long()",
+    ),
+    (
         r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError",
         "its forward raises on inputs of these shapes and types",
         (
@@ -155,6 +160,15 @@ def mixed_dtypes(model: str, operator: str, tensors: Sequence[str], where: str) 
     return CaptureError(
         f"{model} cannot be captured: {operator} takes tensors of one dtype, and gets {', '.join(tensors)}{place}\n"
         f"torch refuses that without autopar too: {_ONE_DTYPE}"
+    )
+
+
+def whole_numbers(model: str, operator: str, tensor: str, where: str) -> CaptureError:
+    """Return the error for an operator of floats that is given whole numbers."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: {operator} takes floats, and gets {tensor}{place}\n"
+        "torch refuses that without autopar too: give x.float()"
     )
 
 

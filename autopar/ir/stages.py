@@ -313,8 +313,12 @@ def _present(graph: Graph, found: Mapping[str, int]) -> dict[str, set[int]]:
 
 
 def _add_starts(graph: Graph, blocks: Sequence[Sequence[str]], found: dict[str, int]) -> None:
-    """Add what programs start from: to the first stage that reads it; tangents to the last; what is unread by path."""
+    """Add what programs start from: to the first stage that reads it; tangents to the last.
+
+    What is unread is where it gets its new value (the directions of a spectral norm), else where its path is.
+    """
     views = parameter_like(graph)
+    updates = {each.name: each.ref.op for each in graph.outputs if each.kind == "mutation" and each.ref is not None}
     stages_of_paths = {path: stage for stage, paths in enumerate(blocks) for path in paths}
     first: dict[str, int] = {}
     for op in reversed(graph.ops):
@@ -331,7 +335,8 @@ def _add_starts(graph: Graph, blocks: Sequence[Sequence[str]], found: dict[str, 
             first[op.name] = found[op.name]
         if op.kind not in {"call", "tangent"}:
             path = _longest(op.target.rpartition(".")[0], set(stages_of_paths))
-            found[op.name] = first.get(op.name, stages_of_paths.get(path or "", 0))
+            unread = found.get(updates.get(op.name, ""), stages_of_paths.get(path or "", 0))
+            found[op.name] = first.get(op.name, unread)
 
 
 def _parameters(graph: Graph, ops: Sequence[str]) -> tuple[str, ...]:

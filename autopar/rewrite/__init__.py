@@ -22,7 +22,7 @@ from autopar.rewrite.emitted import emitted
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.inputs import batch_axes, batch_layout, split_inputs
 from autopar.rewrite.local import SPMD, local_program, localised
-from autopar.rewrite.microbatches import Totals
+from autopar.rewrite.microbatches import Totals, cuts_in_time, require_alike
 from autopar.rewrite.naming import AssignStreams
 from autopar.rewrite.partition import copied, partition
 from autopar.rewrite.passes import Applied, Pass, run_passes
@@ -43,8 +43,10 @@ __all__ = [
     "Value",
     "batch_axes",
     "batch_layout",
+    "cuts_in_time",
     "held",
     "localised",
+    "require_alike",
     "rewrite",
     "rewrite_stages",
     "split_inputs",

@@ -8,7 +8,8 @@ first one runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,9 @@ from torch import fx
 from autopar._torch import LazyGraphModule
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
+from autopar.ir.microbatches import OWN
+from autopar.ir.placement import Replicate, Shard
+from autopar.ir.strategy import Strategy
 from autopar.rewrite.alike import BLANK, Values, are_alike, has_gathered, is_table
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import Mark, mark, over_microbatches, role
@@ -114,35 +118,89 @@ def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:
     return Totals(LazyGraphModule(gm, graph), takes, names)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A value that is whole in every micro-batch, where each takes its part of it."""
+
+    source: fx.Node
+    dim: int
+    count: int
+    origin: str
+    """Name of the operator that reads the part."""
+
+    is_places: bool
+    """Whether it is read as places among a micro-batch's own rows."""
+
+    begins: bool
+    """Whether it is added to such places: where each sample's rows begin."""
+
+
+def cuts_in_time(joint: fx.GraphModule, graph: Graph, follow: Mapping[str, Strategy], count: int) -> dict[Cut, None]:
+    """Return what `count` micro-batches will cut if operators do along time what `follow` says, in program order.
+
+    `follow` is by representative. Parts of several runs are left out.
+    """
+    nodes = {node.name: node for node in joint.graph.nodes}
+    found: dict[Cut, None] = {}
+    for op in graph.ops:
+        mine = follow[graph.representative(op.name)]
+        for ref, need in zip(op.refs, mine.inputs, strict=True):
+            have = follow[graph.representative(ref.op)].outputs[ref.index]
+            if graph.by_name[ref.op].kind == "input" or not isinstance(have, Replicate):
+                continue
+            if isinstance(need, Shard) and need.outer == 1:
+                own = mine.lowering == OWN
+                source = _output(nodes[ref.op], ref.index)
+                found[Cut(source, need.dim, count, op.name, own, own and op.target == "aten.add.Tensor")] = None
+    return found
+
+
+def _output(node: fx.Node, index: int) -> fx.Node:
+    """Return the node of one of an operator's values."""
+    if not isinstance(node.meta.get("val"), tuple | list):
+        return node
+    return next(each for each in node.users if each.target is operator.getitem and each.args[1] == index)
+
+
 def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
+    cuts = []
+    for node in graph.nodes:
+        count = node.meta.get("cut_in_time")
+        if count is not None:
+            own = node.target is torch.ops.aten.slice.Tensor and _read_as_own(node)
+            begins = own and all(each.target is torch.ops.aten.add.Tensor for each in _readers(node))
+            cuts.append(Cut(node.all_input_nodes[0], node.args[1], count, mark(node).origin, own, begins))
+    require_alike(cuts, captured)
+
+
+def require_alike(cuts: Iterable[Cut], captured: Graph) -> None:
     """Check that what is cut along time is the same for every micro-batch, as all run the program of the first.
 
     Values repeated along the batch are. A range is not, but where it is read as places among a micro-batch's own rows,
     or added to such: then it says where each sample's rows begin.
+
+    Raises:
+        InfeasibleError: a value is not, with what it comes from.
     """
     values = Values()
-    for node in graph.nodes:
-        count = node.meta.get("cut_in_time")
-        if count is None:
-            continue
-        source, dim = node.all_input_nodes[0], node.args[1]
+    for cut in cuts:
+        source, dim = cut.source, cut.dim
         value = source.meta["val"]
         if isinstance(value, torch.Tensor) and value.stride(dim) == 0:
             continue
         made = sorted(_made_of(source))
-        parts = values.parts(source, made, dim, count)
+        parts = values.parts(source, made, dim, cut.count)
         if parts is None:
             found = [each for each in made if _has_rows(each, captured)]
         else:
-            if node.target is torch.ops.aten.slice.Tensor and _read_as_own(node):
-                begins = all(each.target is torch.ops.aten.add.Tensor for each in _readers(node))
-                rows = int((parts[1] - parts[0]).flatten()[0]) if begins else parts[0].shape[dim]
+            if cut.is_places:
+                rows = int((parts[1] - parts[0]).flatten()[0]) if cut.begins else parts[0].shape[dim]
                 parts = [part - number * rows for number, part in enumerate(parts)]
             found = [] if are_alike(parts) else [*filter(_is_named, made), source]
             if found and has_gathered(made):
                 found = [each for each in made if _has_rows(each, captured)]
         if found:
-            origin = captured.by_name[mark(node).origin]
+            origin = captured.by_name[cut.origin]
             raise InfeasibleError(
                 f"the batch cannot be cut into micro-batches: {origin.where} differs from micro-batch to micro-batch "
                 f"and comes from {_name(found[0], captured)}, which is whole in each; make it of the inputs, or leave "

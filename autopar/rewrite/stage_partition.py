@@ -10,7 +10,7 @@ their sums.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -66,8 +66,18 @@ def rewrite_stages(
         totals=totals.program if totals is not None else None,
         total_names=totals.names if totals is not None else (),
         outputs=tuple((name, _combined(in_time[name]) if name in in_time else how) for name, how in made.outputs),
+        summed=tuple(_summed_buffers(graph, decisions)),
         dropped=decisions.outputs_dropped,
     )
+
+
+def _summed_buffers(graph: Graph, decisions: Decisions) -> Iterator[str]:
+    """Yield the buffers of whose new value each micro-batch makes a term."""
+    for output in graph.outputs:
+        if output.kind == "mutation" and output.ref is not None:
+            made = decisions.operators.get(graph.representative(output.ref.op))
+            if made is not None and made.time is not None and made.time.outputs[output.ref.index] == Partial():
+                yield output.name
 
 
 def _combined(in_time: Placement) -> Combine:

@@ -112,6 +112,9 @@ class StagedPrograms:
     outputs: tuple[tuple[str, Combine], ...] = ()
     """How the micro-batches' outputs make the step's: summed, laid end to end along dimension 0, or any of them."""
 
+    summed: tuple[str, ...] = ()
+    """Buffers whose new value is the sum of what the micro-batches give for it."""
+
     dropped: tuple[str, ...] = ()
     """Outputs that steps of training do not put together."""
 

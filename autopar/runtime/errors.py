@@ -81,10 +81,10 @@ def not_saved(kind: str) -> UsageError:
     )
 
 
-def own_state_pickled(what: str) -> str:
-    """Return the warning about a state dict of one rank that is pickled, as `torch.save` does."""
+def own_state_pickled(what: str, how: str = "pickled") -> str:
+    """Return the warning about a state dict of one rank that is pickled, as `torch.save` does, or written otherwise."""
     return (
-        f"the {what} is pickled: it is what this rank holds, parts of tensors or some stages' only, and no single "
+        f"the {what} is {how}: it is what this rank holds, parts of tensors or some stages' only, and no single "
         "device loads it. On all ranks call autopar.full_state_dict(model) and "
         "autopar.full_optimizer_state_dict(model, optimizer), and save on rank 0 what they return; or use "
         "torch.distributed.checkpoint. Written by each rank to a file of its own, it is loaded under the same plan only"
@@ -396,6 +396,15 @@ def hooks_not_called(names: Sequence[str]) -> str:
     return (
         f"{len(names)} modules inside the compiled model have hooks that were registered after it was compiled "
         f"({_some(names)}): the program does not call these modules, so the hooks never act; register them before"
+    )
+
+
+def partner_elsewhere(name: str, other: str) -> str:
+    """Return the warning about a frozen parameter that a loop writes, whose partner another pipeline stage has."""
+    return (
+        f"{name} was written between steps, and {other} is on another pipeline stage: parameters() of a rank are those "
+        "of its own stages, so that pairs made by their order (zip(student.parameters(), teacher.parameters())) are of "
+        "others. Leave pp out (--fix pp=1) where a loop updates one branch of the model by another"
     )
 
 

@@ -34,6 +34,7 @@ from autopar.runtime.errors import (
 )
 from autopar.runtime.initialising import mark_elsewhere
 from autopar.runtime.parameters import InitFn, check, place, slots
+from autopar.runtime.partners import Partners
 from autopar.runtime.pipeline import StagedBound
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.placing import own_part
@@ -85,6 +86,7 @@ class Runner:
         self._children: tuple[tuple[str, ref[nn.Module], tuple[tuple[str, ref[nn.Module]], ...]], ...] = ()
         self._hooks: frozenset[int] = frozenset()
         self._warned = False
+        self._partners: Partners | None = None
         self.decisions = squeeze(decisions)
         self.ranks = ranks
         self.pipeline = pipeline
@@ -120,6 +122,10 @@ class Runner:
         """
         self._check_modes()
         self._check_parts()
+        if self.pipeline is not None:
+            if self._partners is None:
+                self._partners = Partners.of(model, model.__dict__.get(ELSEWHERE, ()))
+            self._partners.check()
         grad = torch.is_grad_enabled()
         if self._profiler is not None and grad:
             self._profiler.step()
@@ -203,7 +209,7 @@ class Runner:
     def for_copy(self, copied: nn.Module) -> Runner:
         """Return the runner of a deep copy of the module: the same programs, on the copy's tensors."""
         made = copy.copy(self)
-        made._known, made._readers = {}, {}
+        made._known, made._readers, made._partners = {}, {}, None
         made._unbound = self._programs()
         made.__dict__.pop("with_whole_outputs", None)  # it is of the tensors of this one
         made.watch(copied)

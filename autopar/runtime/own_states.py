@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -39,6 +40,12 @@ class OwnState(OrderedDict[str, Any]):
         """Return how to pickle it, and warn that it is this rank's own."""
         warnings.warn(own_state_pickled(self.__dict__[_WHAT]), stacklevel=2)
         return self._plain().__reduce_ex__(protocol)
+
+    def items(self) -> Any:
+        """Return the names and tensors, and warn if safetensors asks for them: it writes them without pickling."""
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "safetensors":
+            warnings.warn(own_state_pickled(self.__dict__[_WHAT], "saved"), stacklevel=3)
+        return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnState:
         """Return a deep copy, without the warning: it is in no file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +90,9 @@ class Sources:
     one: torch.Tensor | None
     """The tangent of the loss."""
 
+    summed: Collection[str] = ()
+    """Buffers whose new value is the sum of what micro-batches give for it."""
+
 
 class Step:
     """Runs one step."""
@@ -102,7 +105,9 @@ class Step:
         self._totals: dict[str, torch.Tensor] = {}
         self._locals: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
-        self._mutations: dict[str, torch.Tensor] = {}
+        self._mutations: dict[str, tuple[int, torch.Tensor]] = {}
+        """New values of buffers, each with the stage that made it: others may make the same."""
+
         self.action: Action | None = None
         """What it does, for messages about what stopped it."""
 
@@ -194,7 +199,11 @@ class Step:
         """Put away what an action made for the model and its user."""
         sources = self._sources
         sources.outputs.add(action.microbatch, made.outputs)
-        self._mutations.update(made.mutations)
+        for name, new in made.mutations.items():
+            maker, held = self._mutations.get(name, (action.stage, None))
+            if maker == action.stage:
+                summed = new if held is None or name not in sources.summed else held + new
+                self._mutations[name] = maker, summed
         stage = self._way.stages[action.stage]
         for name, gradient in made.gradients.items():
             if name in sources.inputs:
@@ -211,7 +220,7 @@ class Step:
 
     def _mutate(self) -> None:
         """Give buffers their new values, once: every micro-batch reads what they were when the step began."""
-        for name, new in self._mutations.items():
+        for name, (_, new) in self._mutations.items():
             table, key = self._sources.tables[name]
             local_of(table[key]).copy_(new)
 

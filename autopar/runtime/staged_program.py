@@ -166,6 +166,10 @@ class StagedPrograms(Protocol):
         """Return the user outputs, and how micro-batches' parts make each: `sum`, `stack` or `same`."""
 
     @property
+    def summed(self) -> Collection[str]:
+        """Return the buffers whose new value is the sum of what the micro-batches give for it."""
+
+    @property
     def dropped(self) -> Sequence[str]:
         """Return the user outputs that steps with backward do not put together."""
 

@@ -31,6 +31,7 @@ from autopar.strategies.experts import by_experts, experts
 from autopar.strategies.following import follow_batch, follow_tokens
 from autopar.strategies.in_time import follow_in_time
 from autopar.strategies.nesting import fits_mesh
+from autopar.strategies.own_rows import runs_kept
 from autopar.strategies.padding import may_be_padded, with_padding
 from autopar.strategies.regions import region
 
@@ -186,6 +187,8 @@ def _forward(
         for index in range(len(op.outputs)):
             placed = {each.outputs[index] for each in strategies}
             made[rep, index] = frozenset(p for p in placed if isinstance(p, Shard))
+        if axis.role == "time" and op.kind == "call":
+            made[rep, 0] |= runs_kept(op, metas, hints)
     return found, unknown
 
 

@@ -8,13 +8,14 @@ in whatever order, and takes places as places among the same rows. `Fact` is wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Op, Ref
 from autopar.ir.microbatches import OWN
 from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.strategy import Strategy
+from autopar.ir.tensor import TensorMeta
 from autopar.strategies.call import Call
 from autopar.strategies.indexing import indexed
 
@@ -129,11 +130,20 @@ def _cumulated(seen: Seen) -> Found | None:
     return seen.call.strategy({0: Partial()}, {0: Partial()}, OWN), (Fact(tells=("ends", tells[1])),)
 
 
+_ADDS_UP = ("int", "float32", "float64")
+"""Types in which sums of parts of whole numbers are those of all."""
+
+
 def _copied_counts(seen: Seen) -> Found | None:
     """Counts stay whole numbers, and so add up, in whatever type."""
-    tells = seen.facts[0].tells
-    if tells is None or tells[0] == "keys" or seen.now[0] != Partial():
+    tells, dtype = seen.facts[0].tells, seen.call.metas[0].dtype
+    if seen.now[0] != Partial():
         return None
+    if tells is None or tells[0] == "keys":
+        made = seen.op.outputs[0]
+        if not dtype.startswith(("int", "uint")) or made is None or not made.dtype.startswith(_ADDS_UP):
+            return None
+        tells = None
     return seen.call.strategy({0: Partial()}, {0: Partial()}, OWN), (Fact(tells=tells),)
 
 
@@ -203,8 +213,12 @@ class _Pointed:
     """Of the places themselves."""
 
 
-def _pointed(seen: Seen, dims: Sequence[int], order: str | None) -> _Pointed | None:
-    """Return which index tensor points at own rows; `order`: that of the split dimension, `None` where it is open."""
+def _pointed(seen: Seen, dims: Sequence[int], order: str | None, runs: int) -> _Pointed | None:
+    """Return which index tensor points at own rows; `order`: that of the split dimension, `None` where it is open.
+
+    Of several runs of the split dimension (two batches, one behind the other), a micro-batch's rows are its parts of
+    all, one behind the other. Only a range points at these: each row at itself.
+    """
     rank = max(len(seen.call.metas[1 + i].shape) for i in range(len(dims)))
     for slot, dim in enumerate(dims, 1):
         extent = seen.call.metas[0].shape[dim]
@@ -212,11 +226,13 @@ def _pointed(seen: Seen, dims: Sequence[int], order: str | None) -> _Pointed | N
         if found is None or extent % seen.count:
             continue
         own_dim, rows = found
+        if runs > 1 and not seen.facts[slot].counted:
+            raise MixedRows
         at = own_dim + rank - len(seen.call.metas[slot].shape)
         inputs: dict[int | None, Placement] = {}
         orders = []
         for each in range(1, 1 + len(dims)):
-            inputs[each] = _beside(seen, each, at - rank)
+            inputs[each] = _beside(seen, each, at - rank, runs)
             if isinstance(inputs[each], Shard):
                 orders.append(ANY if seen.facts[each].counted else seen.facts[each].order)
             fact = seen.facts[each]
@@ -236,11 +252,15 @@ def _points(seen: Seen, slot: int, rows: Rows) -> tuple[int, Rows] | None:
     return now.dim, Rows(joint((fact.places.order, rows.order)), rows.extent)
 
 
-def _beside(seen: Seen, slot: int, from_end: int) -> Placement:
-    """Return where a tensor must live whose dimension `from_end`, counted from the end, is split if it has it."""
+def _beside(seen: Seen, slot: int, from_end: int, runs: int) -> Placement:
+    """Return where a tensor must live whose dimension `from_end`, counted from the end, is split if it has it.
+
+    A range is one run whatever it lies beside: cut, it counts a micro-batch's own rows, of however many runs.
+    """
     shape, now = seen.call.metas[slot].shape, seen.now[slot]
     has = len(shape) >= -from_end and shape[from_end] > 1
-    wanted: Placement = Shard(len(shape) + from_end) if has else Replicate()
+    runs = 1 if seen.facts[slot].counted else runs
+    wanted: Placement = Shard(len(shape) + from_end, runs) if has else Replicate()
     if isinstance(now, Partial) or (isinstance(now, Shard) and now != wanted):
         raise MixedRows
     if has and now == Replicate() and not seen.facts[slot].counted:
@@ -265,13 +285,13 @@ def _or_whole(rule: Callable[[Seen], Found | None]) -> Callable[[Seen], Found | 
 def _read(seen: Seen) -> Found | None:
     dims = indexed(seen.call)
     now = seen.now[0]
-    if not isinstance(now, Shard) or now.outer != 1 or now.dim not in dims:
+    if not isinstance(now, Shard) or now.dim not in dims:
         return None
-    found = _pointed(seen, dims, seen.facts[0].order)
+    found = _pointed(seen, dims, seen.facts[0].order, now.outer)
     if found is None or found.dim != now.dim:
         return None
     out = _front(dims) + found.at
-    strategy = seen.call.strategy({0: now, **found.inputs}, {0: Shard(out)}, OWN)
+    strategy = seen.call.strategy({0: now, **found.inputs}, {0: Shard(out, now.outer)}, OWN)
     # A range stands for the rows that it points at.
     order = found.rows.order if found.order == ANY else found.order
     return strategy, (Fact(order, seen.facts[0].places),)
@@ -280,22 +300,25 @@ def _read(seen: Seen) -> Found | None:
 def _write(seen: Seen) -> Found | None:
     dims, values = indexed(seen.call), len(seen.call.metas) - 1
     now = seen.now[0]
-    if now is not None and not (isinstance(now, Shard) and now.outer == 1):
+    if now is not None and not isinstance(now, Shard):
         return None
-    found = _pointed(seen, dims, None if now is None else seen.facts[0].order)
-    if found is None or (now is not None and now != Shard(found.dim)) or not _is_cut(seen):
+    given = seen.now[values] if now is None else now
+    runs = given.outer if isinstance(given, Shard) else 1
+    found = _pointed(seen, dims, None if now is None else seen.facts[0].order, runs)
+    if found is None or (now is not None and now != Shard(found.dim, runs)) or not _is_cut(seen):
         return None
     rank = len(seen.call.metas[0].shape) - len(dims) + max(len(seen.call.metas[1 + i].shape) for i in range(len(dims)))
-    beside = _beside(seen, values, _front(dims) + found.at - rank)
+    beside = _beside(seen, values, _front(dims) + found.at - rank, runs)
     fact = seen.facts[values]
     order = joint((found.order, *([fact.order] if isinstance(beside, Shard) and not fact.counted else ())))
     places = fact.places
     if fact.counted:
-        if seen.call.metas[values].shape != seen.call.metas[found.slot].shape or not isinstance(beside, Shard):
+        alike = seen.call.metas[values].shape == seen.call.metas[found.slot].shape
+        if not alike or not isinstance(beside, Shard) or runs > 1:
             raise MixedRows
         places = Rows(order, seen.call.metas[values].shape[beside.dim] // seen.count)
     strategy = seen.call.strategy(
-        {0: Shard(found.dim), **found.inputs, values: beside}, {0: Shard(found.dim)}, OWN
+        {0: Shard(found.dim, runs), **found.inputs, values: beside}, {0: Shard(found.dim, runs)}, OWN
     )  # fmt: skip
     to = found.rows.order if found.rows.order != ANY else order if seen.facts[found.slot].counted else ""
     return strategy, (Fact(to, places),)
@@ -329,6 +352,25 @@ def _row_after_row(seen: Seen) -> Found | None:
     return linear(seen)
 
 
+def runs_kept(op: Op, metas: tuple[TensorMeta, ...], hints: Sequence[Collection[Shard]]) -> frozenset[Shard]:
+    """Return in which runs of its rows an operator may give what is read or written row by row, one for each place.
+
+    `hints` are the shards in which its inputs can be had.
+    """
+    reads, writes = op.target in _READS, op.target in _WRITES
+    call = Call(op, metas, 1, ())
+    dims = indexed(call) if reads or writes else ()
+    if not dims or any(len(metas[1 + i].shape) != 1 for i in range(len(dims))):
+        return frozenset()
+    if reads:
+        return frozenset(Shard(_front(dims), each.outer) for each in hints[0] if each.dim in dims and each.outer > 1)
+    given = [each.outer for each in hints[-1] if each.dim == _front(dims) and each.outer > 1]
+    return frozenset(Shard(dim, outer) for dim in dims for outer in given)
+
+
+_READS = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
+_WRITES = frozenset({"aten.index_put.default", "aten._unsafe_index_put.default"})
+
 RULES: Mapping[str, Callable[[Seen], Found | None]] = {
     "aten.add.Tensor": _row_after_row,
     "aten.sort.default": _sort,
@@ -336,10 +378,8 @@ RULES: Mapping[str, Callable[[Seen], Found | None]] = {
     "aten.cumsum.default": _cumulated,
     "aten._to_copy.default": _copied_counts,
     "prims.convert_element_type.default": _copied_counts,
-    "aten.index.Tensor": _or_whole(_read),
-    "aten._unsafe_index.Tensor": _or_whole(_read),
-    "aten.index_put.default": _or_whole(_write),
-    "aten._unsafe_index_put.default": _or_whole(_write),
+    **dict.fromkeys(sorted(_READS), _or_whole(_read)),
+    **dict.fromkeys(sorted(_WRITES), _or_whole(_write)),
     "aten._grouped_mm.default": _native_grouped,
     "transformers.grouped_mm_fallback.default": _grouped({0: 0}, 2, {0: Shard(0)}),
     "transformers.grouped_mm_fallback_backward.default": _grouped({0: 0, 3: 0}, 2, {0: Shard(0), 1: Partial()}),

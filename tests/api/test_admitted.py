@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autopar.api.admitted import splits_tensors
-from autopar.capture import capture
+from tests.support.remembering import remembered
 
 
 class Mixed(nn.Module):
@@ -26,6 +26,6 @@ class Mixed(nn.Module):
     ("rows", "sizes"), [(1000, {2, 3, 4, 5, 6, 8, 10}), (100, {2, 4, 8, 16})], ids=["large table", "small table"]
 )
 def test_tensors_are_split_where_most_elements_are_of_matrices_that_divide(rows: int, sizes: set[int]):
-    graph = capture(Mixed(rows), (torch.empty(2, 8, 5, 5), torch.zeros(2, 3, dtype=torch.int64))).graph
+    graph = remembered(Mixed(rows), (torch.empty(2, 8, 5, 5), torch.zeros(2, 3, dtype=torch.int64))).graph
 
     assert {size for size in range(2, 17) if splits_tensors(graph, size)} == sizes

@@ -10,13 +10,14 @@ import torch
 from autopar.api.estimating import Estimates
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import read_wishes
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
 from tests.api.test_outer import CAPTURED, Deep, cluster
+from tests.support.remembering import remembered
 
-MANY_SAMPLES = capture(Deep(), (torch.empty(8192, 128),))
+MANY_SAMPLES = remembered(Deep(), (torch.empty(8192, 128),))
 
 
 def estimates(program: Captured = CAPTURED) -> Estimates:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from autopar.api import plan_captured
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from cost_models.cluster import ClusterSpec
+from tests.support.remembering import remembered
 
 _TIE = 1.02
 """A plan with fewer parts is taken where it is as fast within two per cent."""
@@ -48,7 +49,7 @@ class Tagger(nn.Module):
 
 def tagger(widths: tuple[int, ...], vocabulary: int) -> Captured:
     with torch.device("meta"):
-        return capture(Tagger(widths, vocabulary), (torch.zeros(24, 32, dtype=torch.int64),))
+        return remembered(Tagger(widths, vocabulary), (torch.zeros(24, 32, dtype=torch.int64),))
 
 
 def cluster(per_node: int, nodes: int, *, memory: str, links: str, nic: str) -> ClusterSpec:

@@ -8,12 +8,13 @@ from torch import nn
 
 from autopar.api import plan_captured
 from autopar.api.planning import Planner, Program
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.ir.placement import Replicate, Shard
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from cost_models.cluster import ClusterSpec
+from tests.support.remembering import remembered
 
 CLUSTER = ClusterSpec.parse("cpu:4")
 
@@ -30,8 +31,8 @@ class Net(nn.Module):
 def planned(**options: object) -> tuple[Plan, Captured]:
     """Return a plan for training, and the program for evaluation."""
     model, example = Net(), (torch.randn(8, 16),)
-    plan = plan_captured(capture(model, example), "Net", CLUSTER, PlanOptions.parse(**options), Silent())
-    return plan, capture(model, example, training=False, with_backward=False)
+    plan = plan_captured(remembered(model, example), "Net", CLUSTER, PlanOptions.parse(**options), Silent())
+    return plan, remembered(model, example, training=False, with_backward=False)
 
 
 @pytest.mark.parametrize(

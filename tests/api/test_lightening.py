@@ -15,7 +15,7 @@ from autopar.api.floors import names_again
 from autopar.api.planning import Planner, Program
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import read_wishes
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.capture.recompute import SUFFIX, blocks_of, recomputed, recomputed_graph
 from autopar.costs.again import kept_values
 from autopar.errors import InfeasibleError, StalePlanError
@@ -24,6 +24,7 @@ from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Recompute, Trial
 from tests.support.ranks import RankPool
+from tests.support.remembering import remembered
 from tests.support.training import Trained, train
 from tests.support.two_hosts import cluster
 
@@ -47,7 +48,7 @@ class Wide(nn.Module):
 
 
 def captured(*widths: int) -> Captured:
-    return capture(Wide(widths), (torch.empty(128, 32),))
+    return remembered(Wide(widths), (torch.empty(128, 32),))
 
 
 def planned(program: Captured, memory_bytes: int, **fix: object) -> Plan:
@@ -82,7 +83,7 @@ class Shown(Wide):
 
 @pytest.mark.parametrize("fix", [{}, {"microbatch": 16}])
 def test_outputs_beside_the_loss_stay_where_they_are(fix: dict[str, int]):
-    program = capture(Shown((64,) * 6), (torch.empty(128, 32),))
+    program = remembered(Shown((64,) * 6), (torch.empty(128, 32),))
     fixed = FIX | {"dp_replicate": 1, "dp_shard": 2} | fix
     options = PlanOptions.parse(fix=fixed, memory_margin=0, gap=0.0)
     source = Program(program.graph, "shown", "", None)
@@ -122,7 +123,7 @@ def _solved(solving: Solving, recompute: Recompute) -> Solved:
 def test_what_is_kept_is_nothing_that_runs_again():
     """Backward reads ReLU's output through a view of its own."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)))
-    graph = capture(model, (torch.empty(4, 8),)).graph
+    graph = remembered(model, (torch.empty(4, 8),)).graph
     again = names_again(graph, "full")
 
     kept = {name for name, _ in kept_values(graph, again)}

@@ -98,6 +98,50 @@ def test_statistics_of_an_input_over_the_batch_cannot_be_cut():
         autopar.plan(Advantages(), "cpu:1", example_inputs=inputs, fix={"microbatch": 2})
 
 
+class Tabled(nn.Module):
+    """Adds something to each sample: a row of a table, or the same row to all."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 1)
+        self.register_buffer("table", table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.out(x + self.table.sin() * 2).squeeze(-1) * torch.ones(8)).mean()
+
+
+def test_a_table_with_a_row_a_sample_is_refused_by_planning():
+    with pytest.raises(InfeasibleError, match=r"differs from micro-batch to micro-batch and comes from table"):
+        autopar.plan(Tabled(torch.randn(8, 8)), "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
+
+
+def test_a_row_that_all_samples_share_is_not():
+    model = Tabled(torch.randn(8).expand(8, 8))
+    plan = autopar.plan(model, "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
+
+    assert plan.workload.num_microbatches == 4
+
+
+class Counted(nn.Module):
+    """Counts in a buffer of whole numbers how often each expert was chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.register_buffer("load", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        with torch.no_grad():
+            self.load.add_(nn.functional.one_hot(scores.argmax(-1), 4).sum(0))
+        return scores.square().mean()
+
+
+def test_a_buffer_of_whole_numbers_that_counts_the_samples_of_a_step_is_named():
+    with pytest.raises(InfeasibleError, match=r"the new value of buffer load comes of all samples of a step"):
+        autopar.plan(Counted(), "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
+
+
 @torch.library.custom_op("autopar_tests::halved", mutates_args=())
 def halved(x: torch.Tensor) -> torch.Tensor:
     """Return half of each value."""

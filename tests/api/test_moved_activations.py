@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import autopar
-from autopar.capture import capture
 from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisSpec, Choices, compose
 from benchmarks.testbed.scenarios import SCENARIOS
 from tests.support.ranks import RankPool
+from tests.support.remembering import remembered
 from tests.support.training import Trained, train
 
 VOCAB, WIDTH, ROWS = 512, 128, 16
@@ -54,7 +54,7 @@ def tokens(count: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def offered(count: int, **axis: Any) -> dict[str, set[str]]:
     """Return what a batch axis offers, by operator target and the shape it makes."""
-    graph = capture(*tokens(count)).graph
+    graph = remembered(*tokens(count)).graph
     choices: Choices = compose(graph, (AxisSpec(2, "batch", **axis),), axis_strategies)
     return {
         f"{op.target.split('.')[1]} {list(op.outputs[0].shape) if op.outputs[0] else ''}": {

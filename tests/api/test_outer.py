@@ -14,7 +14,6 @@ from autopar.api.outer import Outer
 from autopar.api.planning import Planner, Program
 from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
-from autopar.capture import capture
 from autopar.costs.stage_memory import Split
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.plan import Plan
@@ -25,6 +24,7 @@ from autopar.search.ilp import Solution
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial, depths, in_time, near_sizes, sizes_worth_trying
 from cost_models.cluster import ClusterSpec
+from tests.support.remembering import remembered
 
 
 class Deep(nn.Module):
@@ -42,7 +42,7 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-CAPTURED = capture(Deep(), (torch.randn(16, 128),))
+CAPTURED = remembered(Deep(), (torch.randn(16, 128),))
 
 
 def cluster(memory: str = "16 GiB", bandwidth: str = "1 Gbit/s") -> ClusterSpec:
@@ -99,7 +99,7 @@ def test_degrees_that_are_forbidden_or_fixed_hold():
 
 def test_a_model_that_returns_no_loss_is_planned_whole():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    captured = capture(model, (torch.randn(16, 64),))
+    captured = remembered(model, (torch.randn(16, 64),))
     plan = plan_captured(captured, "net", cluster(), PlanOptions.parse(), Silent())
 
     assert plan.decisions.degrees["pp"] == 1
@@ -144,7 +144,7 @@ def test_meshes_and_sizes_to_try():
 def test_sizes_of_micro_batches_between_those_tried_first_are_found():
     """Of 24 samples, 6 lie between 4, which waste time on small operators, and 12, of which two leave ranks idle."""
     with torch.device("meta"):
-        captured = capture(Deep((256,) * 4), (torch.empty(24, 64, 128),))
+        captured = remembered(Deep((256,) * 4), (torch.empty(24, 64, 128),))
     core = {"capacity": "8.6 MiB", "reserved": "0 B", "bandwidth": "200 GB/s"}
     spec = cluster(bandwidth="100 Mbit/s").to_dict()
     spec["devices"] = {"core": {"preset": "a100-sxm-80gb", "memory": core, "compute": {"fp32": "200 GFLOP/s"}}}
@@ -231,7 +231,7 @@ def test_of_trials_that_are_bounded_the_least_bound_is_solved_first():
 def test_stages_that_reach_into_a_node_are_told_with_numbers_of_stages_that_do_not(
     degrees: dict[str, int], pipelines: str
 ):
-    spec, captured = ClusterSpec.parse("h100-sxm-80gb:8x3"), capture(Deep(), (torch.randn(24, 128),))
+    spec, captured = ClusterSpec.parse("h100-sxm-80gb:8x3"), remembered(Deep(), (torch.randn(24, 128),))
 
     with pytest.raises(InfeasibleError) as caught:
         plan_captured(captured, "Deep", spec, PlanOptions.parse(fix=degrees), Silent())

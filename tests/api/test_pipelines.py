@@ -16,7 +16,6 @@ import autopar
 from autopar.api.pipelining import Wanted
 from autopar.api.staging import Budget, staged_program
 from autopar.api.wishes import read_wishes
-from autopar.capture import capture
 from autopar.errors import AutoparError, InfeasibleError, ScheduleError, UsageError
 from autopar.ir.plan_json import from_json, to_json
 from autopar.options import PlanOptions
@@ -24,6 +23,7 @@ from benchmarks import unet
 from cost_models.cluster import ClusterSpec
 from tests.rewrite.test_microbatches import models
 from tests.support.ranks import RankPool
+from tests.support.remembering import remembered
 from tests.support.training import Trained, call, loss_of, train, whole
 
 
@@ -244,7 +244,7 @@ def test_zero_bubble_is_predicted_faster_than_1f1b_in_memory_of_the_same_order()
 def test_buffers_over_the_budget_are_refused_before_anything_runs():
     model, batch = layers()
     plan = autopar.plan(model, "cpu:2", example_inputs=batch, fix={"pp": 2, "microbatch": 2, "schedule": "gpipe"})
-    captured = capture(model, batch)
+    captured = remembered(model, batch)
 
     def launch(budget_bytes: int) -> None:
         budget = Budget(budget_bytes, 0, "adamw")

@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 
 from autopar.api import plan_captured
-from autopar.capture import capture
 from autopar.capture.recompute import recomputed
 from autopar.models.hf_tiny import tiny
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from autopar.rewrite import rewrite
 from cost_models.cluster import ClusterSpec
+from tests.support.remembering import remembered
 
 PLANS = [
     ("llama", "cpu:4", {"tp": 2}),
@@ -35,7 +35,7 @@ PLANS = [
 def test_emitted_collectives_are_the_priced_ones(name: str, cluster: str, fix: dict[str, object]) -> None:
     spec = ClusterSpec.parse(cluster)
     model, batch = tiny(name, batch=2 * spec.device_count)
-    captured = capture(model, batch)
+    captured = remembered(model, batch)
     plan = plan_captured(captured, name, spec, PlanOptions.parse(fix=fix), Silent())
     if plan.decisions.recompute:
         captured = recomputed(captured, {"*": "full"})

@@ -12,12 +12,13 @@ from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import read_wishes
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial, Uniform
 from cost_models.cluster import ClusterSpec
 from tests.api.test_outer import CAPTURED, Deep, cluster, planned
+from tests.support.remembering import remembered
 
 WAYS = [Wanted(2), Wanted(2, "zb_h1"), Wanted(2, "interleaved_1f1b", 2), Wanted(2, "zbv", 2)]
 
@@ -100,7 +101,7 @@ def test_no_pipeline_on_shared_cores_beats_its_bound(depth: int, microbatches: i
         "nodes": {"host": {"device": "cpu", "count": 4, "cores": 2, "links": links}},
         "groups": [{"node": "host", "count": 1}],
     })  # fmt: skip
-    heavy = capture(Deep((1024,) * 4), (torch.empty(8192, 128),))
+    heavy = remembered(Deep((1024,) * 4), (torch.empty(8192, 128),))
     proof, given = proofs(shared, heavy), trial(depth, microbatches, "none")
 
     bound = proof.best(given, [Wanted(depth), Wanted(depth, "zb_h1")], 0.0)

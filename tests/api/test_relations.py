@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from autopar.api import plan_captured
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from cost_models.cluster import ClusterSpec
+from tests.support.remembering import remembered
 
 _TOLERANCE = 1.03
 """Ratio of two predicted steps: the gap that searches stop at, and what a plan with fewer parts may lose."""
@@ -40,7 +41,7 @@ class Layers(nn.Module):
 @cache
 def captured(batch: int) -> Captured:
     """Return the program of a batch."""
-    return capture(Layers(), (torch.randn(batch, 64, 256),))
+    return remembered(Layers(), (torch.randn(batch, 64, 256),))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from autopar.api import plan_captured
 from autopar.api.repricing import repriced
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.cli import main
 from autopar.errors import StalePlanError, UsageError
 from autopar.ir.graph import Graph
@@ -23,6 +23,7 @@ from autopar.options import PlanOptions
 from autopar.progress import Silent
 from cost_models.cluster import ClusterSpec
 from tests.api.test_two_level import TWO_BY_TWO
+from tests.support.remembering import remembered
 
 VERSION = torch.__version__.partition("+")[0]
 
@@ -42,7 +43,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 @cache
 def captured(name: str) -> Captured:
-    return capture(*tiny(name))
+    return remembered(*tiny(name))
 
 
 def planned(name: str, cluster: str, fix: dict[str, Any]) -> tuple[Plan, Graph]:
@@ -81,7 +82,7 @@ def twice(cluster: str, **changes: Any) -> ClusterSpec:
 def wide() -> Captured:
     with torch.device("meta"):
         model, x = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3))), torch.empty(512, 1024)
-    return capture(model, (x,))
+    return remembered(model, (x,))
 
 
 @pytest.mark.parametrize("left_out", ["overlap", "two_level"])

@@ -15,7 +15,6 @@ from torch.nn import functional
 import autopar
 from autopar.api import plan_captured
 from autopar.api.staging import staged_program
-from autopar.capture import capture
 from autopar.costs.links import Links, Message
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
@@ -26,6 +25,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.collectives import collective_s
 from cost_models.topology import axis_hops
 from tests.support.ranks import RankPool
+from tests.support.remembering import remembered
 from tests.support.training import Trained, train
 
 TWO_BY_TWO = """
@@ -85,7 +85,7 @@ def test_a_group_within_a_node_is_flat(cluster: Path):
 @pytest.mark.parametrize("fix", [{"dp_replicate": 4}, {"dp_shard": 4, "zero": 3}])
 def test_what_is_emitted_is_what_the_plan_says(cluster: Path, fix: dict[str, object]):
     model, x = Mlp(1024), torch.randn(512, 1024)
-    captured = capture(model, (x, x))
+    captured = remembered(model, (x, x))
     options = PlanOptions.parse(fix=fix, optimizer="sgd")
 
     plan = plan_captured(captured, "mlp", ClusterSpec.from_file(cluster), options, Silent())
@@ -101,7 +101,7 @@ def test_programs_of_microbatches_have_collectives_in_two_levels_too(
     pool: RankPool, cluster: Path, fix: dict[str, object]
 ):
     model, x = Mlp(1024), torch.randn(512, 1024)
-    captured = capture(model, (x, x))
+    captured = remembered(model, (x, x))
     fix = {**fix, "microbatch": 64}
     options = PlanOptions.parse(fix=fix, optimizer="sgd")
     plan = plan_captured(captured, "mlp", ClusterSpec.from_file(cluster), options, Silent())

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from autopar.api.planning import Planner, Program
-from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
+from tests.support.remembering import remembered
 from tests.support.two_hosts import cluster
 
 
@@ -39,7 +39,7 @@ class Convolved(nn.Module):
 
 def plans_as_memory_shrinks() -> list[Plan]:
     # More samples than a layer is wide: else they would travel, not the layers.
-    program = Program(capture(Deep(), (torch.empty(96, 128),)).graph, "deep", "", None)
+    program = Program(remembered(Deep(), (torch.empty(96, 128),)).graph, "deep", "", None)
     options = PlanOptions.parse(
         fix={"pp": 1, "dp_shard": 2, "microbatch": 8, "recompute": "none"}, memory_margin=0, gap=0.0
     )
@@ -71,7 +71,7 @@ def test_gradients_are_reduced_in_each_microbatch_where_their_whole_sums_do_not_
 
 
 def test_sums_of_gradients_that_one_operator_makes_are_counted_each_in_its_own_layout():
-    program = Program(capture(Convolved(), (torch.empty(12, 3, 8, 8),)).graph, "convolved", "", None)
+    program = Program(remembered(Convolved(), (torch.empty(12, 3, 8, 8),)).graph, "convolved", "", None)
     options = PlanOptions.parse(fix={"tp": 2, "microbatch": 4}, gap=0.1)
 
     plan = Planner(program, cluster(1 << 30), options).plan()
@@ -82,7 +82,7 @@ def test_sums_of_gradients_that_one_operator_makes_are_counted_each_in_its_own_l
 
 
 def test_no_plan_is_said_to_be_further_from_the_best_than_from_the_devices_peak():
-    program = Program(capture(Deep(), (torch.empty(32, 128),)).graph, "deep", "", None)
+    program = Program(remembered(Deep(), (torch.empty(32, 128),)).graph, "deep", "", None)
     plan = Planner(program, cluster(1 << 30), PlanOptions.parse(time_limit=0.01)).plan()
 
     forward, backward = 6 * 2 * 32 * 128 * 128, (2 * 6 - 1) * 2 * 32 * 128 * 128
@@ -91,7 +91,7 @@ def test_no_plan_is_said_to_be_further_from_the_best_than_from_the_devices_peak(
 
 
 def test_what_is_kept_is_gathered_once_for_both_passes_though_they_read_it_transposed_and_as_it_lies():
-    program = Program(capture(Deep(), (torch.empty(96, 128),)).graph, "deep", "", None)
+    program = Program(remembered(Deep(), (torch.empty(96, 128),)).graph, "deep", "", None)
 
     def gathered_bytes(zero: int) -> int:
         options = PlanOptions.parse(fix={"pp": 1, "dp_shard": 2, "zero": zero}, gap=0.0)

@@ -54,6 +54,18 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, str]] = {
     "a vector": (lambda x, w: w @ x[0, 0], _X.double(), "mv takes tensors of one dtype"),
     "a norm of float64": (lambda x, w: functional.layer_norm(x, (8,), w[0]), _X.double(), "native_layer_norm takes"),
     "rows added to others": (_written, _X, "index_add takes tensors of one dtype, and gets bfloat16 of shape [4, 8]"),
+    "whole numbers into an activation": (
+        lambda x, w: functional.gelu(x) * w,
+        torch.ones(8, 8, dtype=torch.int64),
+        "gelu takes floats, and gets int64 of shape [8, 8]",
+    ),
+    "shares of whole numbers": (lambda x, w: x.softmax(0) * w, _INTS[0, 0], "softmax takes floats, and gets int64"),
+    "a spread of whole numbers": (lambda x, w: x.var() * w, _INTS, "var takes floats, and gets int64"),
+    "targets that are no shares": (
+        lambda x, w: functional.binary_cross_entropy(w[0].sigmoid(), x),
+        _INTS[0, 0],
+        "binary_cross_entropy takes tensors of one dtype, and gets float32 of shape [8], int64 of shape [8]",
+    ),
     "classes of 32 bits": (
         lambda x, w: functional.cross_entropy((x * w[0])[:, 0], torch.arange(4, dtype=torch.int32)),
         _X,

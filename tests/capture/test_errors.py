@@ -55,6 +55,12 @@ class Mismatches(Base):
         return self.linear(x @ x[:2])  # here
 
 
+class Bytes(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(4).to(torch.uint8)
+        return nn.functional.cross_entropy(self.linear(x), labels)  # here
+
+
 class Raises(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise ValueError("no such batch")  # here
@@ -93,6 +99,7 @@ CASES: list[tuple[type[nn.Module], tuple[str, ...]]] = [
     (Turns, ("its forward turns on the gradient of a tensor", "freeze_feature_encoder()")),
     (Breaks, ("it calls something that leaves the graph", "move that call out of forward")),
     (Mismatches, ("its forward raises on inputs of these shapes", "[4, 4] X [2, 4]")),
+    (Bytes, ("classes of a loss that are uint8", "y.long()")),
     (Raises, ("its forward raises", "no such batch", "run the model once on these example inputs")),
 ]
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture
 from autopar.capture.recompute import recomputed
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.stages import everywhere, stage_of, units
 from tests.support.branching import branching
 from tests.support.models import cases
+from tests.support.remembering import remembered
 
 
 class Deep(nn.Module):
@@ -43,7 +43,7 @@ class Deep(nn.Module):
 
 def graph_of(name: str, **how: bool) -> Graph:
     model, example = {**cases(), **branching()}[name]
-    return capture(model, example, **how).graph
+    return remembered(model, example, **how).graph
 
 
 def paths(graph: Graph) -> list[str]:
@@ -64,8 +64,8 @@ def test_without_module_lists_blocks_are_the_modules_that_hold_parameters():
 
 
 def test_a_list_of_lists_of_layers_is_cut_between_the_layers_but_not_between_experts():
-    rows = capture(Deep(), (torch.randn(4, 8),)).graph
-    experts = capture(Deep(experts=True), (torch.randn(4, 8),)).graph
+    rows = remembered(Deep(), (torch.randn(4, 8),)).graph
+    experts = remembered(Deep(experts=True), (torch.randn(4, 8),)).graph
 
     assert paths(rows) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
     assert paths(experts) == ["rows.0", "rows.1"]
@@ -93,7 +93,7 @@ def test_a_tied_parameter_is_in_every_block_that_reads_it():
 @pytest.mark.parametrize("name", [*cases(), *branching()])
 def test_values_flow_up_the_stages_in_forward_and_gradients_down(name: str, again: bool):
     model, example = {**cases(), **branching()}[name]
-    captured = capture(model, example)
+    captured = remembered(model, example)
     graph = recomputed(captured, {"*": "full"}).graph if again else captured.graph
     shared, behind = everywhere(graph), gradients(graph)
 
@@ -136,6 +136,28 @@ def test_blocks_of_the_training_program_cut_the_evaluation_program_of_the_model(
 
     modules = {op.module: stages[op.name] for op in evaluation.ops if op.kind == "call" and op.module}
     assert {"embed": 0, "norm": 0, "qkv": 1, "head": 1}.items() <= modules.items()
+
+
+class Normed(nn.Module):
+    """A head behind the layers whose weight is divided by its largest singular value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x).square().mean()
+
+
+def test_a_buffer_that_is_only_written_is_on_the_stage_that_writes_it():
+    graph = capture(Normed(), (torch.randn(4, 8),)).graph
+    stages = stage_of(graph, one_each(graph))
+
+    updates = {each.name: each.ref.op for each in graph.outputs if each.kind == "mutation" and each.ref is not None}
+    assert {stages[name] for name in updates} == {stages[made] for made in updates.values()} == {1}
 
 
 def test_one_stage_needs_no_blocks():

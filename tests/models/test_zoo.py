@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.capture import capture
 from autopar.models import resolve, zoo
 from tests.capture.program import run
+from tests.support.remembering import remembered
 
 TINY = ["mlp", *(name for name in zoo.ZOO if name.endswith("-tiny"))]
 
@@ -38,7 +38,7 @@ def test_captured_loss_and_gradients_equal_eager(name: str):
         for each in settings.inputs(8, 32)
     )
 
-    ran = run(capture(model, inputs), model, inputs)
+    ran = run(remembered(model, inputs), model, inputs)
 
     loss = model(*inputs)
     loss.backward()

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.ir.mesh import Axis, Mesh
 from autopar.rewrite import Programs, rewrite
 from tests.support.decide import decide
+from tests.support.remembering import remembered
 
 aten = torch.ops.aten
 ALONE = Mesh((Axis("tp", 1, "device"),))
@@ -137,7 +138,7 @@ def test_values_and_gradients_are_those_of_the_model(name: str):
     model = Attends(causal, dtype)
     mask = torch.randn(2, 1, length, length).to(dtype) if masked else None
     example = (torch.randn(2, length, 16).to(dtype), *([mask] if masked else []))
-    captured = capture(model, example)
+    captured = remembered(model, example)
     programs = rewrite(captured.joint, captured.graph, decide(captured.graph, ALONE), 0, device="cuda")
 
     kernels = {
@@ -156,7 +157,7 @@ def test_values_and_gradients_are_those_of_the_model(name: str):
 
 
 def test_the_cpu_keeps_its_kernels():
-    captured = capture(Attends(True, torch.float32), (torch.randn(2, 8, 16),))
+    captured = remembered(Attends(True, torch.float32), (torch.randn(2, 8, 16),))
     programs = rewrite(captured.joint, captured.graph, decide(captured.graph, ALONE), 0)
 
     assert any("flash_attention_for_cpu" in str(node.target) for node in programs.forward.graph.nodes)

@@ -295,7 +295,8 @@ def test_a_parameter_with_a_row_a_sample_is_refused(name: str, trained: bool):
 
 
 @pytest.mark.parametrize(
-    "how", ["neighbours", "beside", "numbers", "positions", "table", "diagonal", "first", "returned"]
+    "how",
+    ["neighbours", "beside", "numbers", "positions", "table", "diagonal", "first", "returned", "halves", "swapped"],
 )
 def test_rows_and_places_of_the_whole_batch_are_refused(how: str):
     with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):

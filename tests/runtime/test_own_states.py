@@ -7,9 +7,11 @@ import io
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -71,6 +73,22 @@ def test_own_states_warn_when_they_are_pickled_and_full_ones_do_not(pool: RankPo
         ]
         assert all("autopar.full_state_dict(model) and" in each for each in told)
         assert quiet == copied == []
+
+
+def saved_by_safetensors(_rank: int, fix: dict[str, Any], folder: str) -> list[str]:
+    """Return the warnings of saving this rank's own state and the full one by safetensors."""
+    model, _ = _trained(fix)
+    file = f"{folder}/{dist.get_rank()}.safetensors"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        safetensors.torch.save_file(model.state_dict(), file)
+        safetensors.torch.save_file(autopar.full_state_dict(model), file)
+    return [str(each.message) for each in found]
+
+
+def test_a_stages_own_state_warns_when_safetensors_writes_it(pool: RankPool, tmp_path: Path):
+    for told in pool.values(saved_by_safetensors, FIXES[2], str(tmp_path)):
+        assert {each.split(":")[0] for each in told} == {"the state_dict() of this compiled Layers is saved"}
 
 
 def loaded_of_rank_0(_rank: int, fix: dict[str, Any], what: str) -> None:

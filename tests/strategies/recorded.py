@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.ir.graph import Op
 from autopar.rewrite.random_ops import step_seed
 from tests.strategies.one_op import Case
+from tests.support.remembering import remembered
 
 Signature = tuple[object, ...]
 
@@ -51,7 +52,7 @@ def calls_of(model: torch.nn.Module, inputs: dict[str, Any], seen: set[Signature
     """Return the calls of one training step in float64 whose signatures are not in `seen` yet, and add them there."""
     model = model.double()
     inputs = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-    captured = capture(model, inputs)
+    captured = remembered(model, inputs)
     generator = torch.Generator().manual_seed(0)
     given = []
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

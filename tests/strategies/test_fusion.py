@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopar.capture import capture
 from autopar.costs.fusion import fused_traffic
 from autopar.ir.graph import Graph
+from tests.support.remembering import remembered
 
 
 class Net(nn.Module):
@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 
 def _graph() -> Graph:
-    return capture(Net(), (torch.empty(4, 8),)).graph
+    return remembered(Net(), (torch.empty(4, 8),)).graph
 
 
 def test_a_run_reads_once_what_a_product_made_and_writes_once_what_the_next_reads() -> None:
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 def test_what_a_run_does_for_one_module_is_a_kernel_that_reads_what_others_made() -> None:
-    graph = capture(Block(), (torch.empty(4, 8),)).graph
+    graph = remembered(Block(), (torch.empty(4, 8),)).graph
     found = fused_traffic(graph)
     norm = [op for op in graph.ops if op.phase == "forward" and op.module == "norm" and op.name in found]
     of_run, of_part = (

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.capture import capture
 from autopar.ir.placement import Partial, Replicate
 from autopar.ir.strategy import Strategy
 from autopar.strategies import axis_strategies
@@ -18,6 +17,7 @@ from autopar.strategies.compose import AxisSpec, compose
 from autopar.strategies.own_rows import Fact, Seen, linear
 from tests.strategies.calls import all_calls
 from tests.strategies.one_op import Case
+from tests.support.remembering import remembered
 from tests.support.routing import Experts, routing
 
 COUNT = 4
@@ -25,7 +25,7 @@ COUNT = 4
 
 def along(model: torch.nn.Module, example: tuple[torch.Tensor, ...]) -> dict[str, list[str]]:
     """Return what operators do in time, by target, in program order."""
-    graph = capture(model, example).graph
+    graph = remembered(model, example).graph
     choices = compose(graph, (AxisSpec(COUNT, "time", shard_parameters=False),), axis_strategies)
     told: dict[str, list[str]] = {}
     for op in graph.ops:
@@ -65,6 +65,13 @@ def test_one_row_is_read_and_written_for_each_sample():
 
     assert "S0,S0,S0->S0 (own)" in told["aten.index.Tensor"]
     assert "S0,S0,S0,S0->S0 (own)" in told["aten.index_put.default"]
+
+
+def test_one_row_is_read_and_written_for_each_of_two_batches_behind_each_other():
+    told = along(*routing()["pairs"])
+
+    assert told["aten.index.Tensor"] == ["S0/2,S0,S0/2->S0/2 (own)"]
+    assert told["aten.index_put.default"] == ["S0/2,S0,S0/2,S0/2->S0/2 (own)"]
 
 
 def test_counts_of_other_tokens_than_the_sorted_ones_group_nothing():

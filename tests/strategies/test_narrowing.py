@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopar.capture import capture
 from autopar.costs.narrowing import narrowed_products
+from tests.support.remembering import remembered
 
 
 class Layer(nn.Module):
@@ -33,7 +33,7 @@ class Stack(nn.Module):
 
 
 def test_products_of_layers_are_narrow_and_those_of_the_head_are_not() -> None:
-    graph = capture(Stack(), (torch.empty(4, 8),)).graph
+    graph = remembered(Stack(), (torch.empty(4, 8),)).graph
     found = narrowed_products(graph)
     products = {op.name: op.module for op in graph.ops if op.target == "aten.mm.default"}
 
@@ -41,7 +41,7 @@ def test_products_of_layers_are_narrow_and_those_of_the_head_are_not() -> None:
 
 
 def test_a_value_is_cast_once_for_all_products_that_read_it() -> None:
-    graph = capture(Stack(), (torch.empty(4, 8),)).graph
+    graph = remembered(Stack(), (torch.empty(4, 8),)).graph
     casts = [sum(reads) for name, reads in narrowed_products(graph).items() if graph.by_name[name].phase == "forward"]
 
     assert casts == [1, 0] * 3

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
+from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Replicate
-from autopar.ir.strategy import Strategy
+from autopar.ir.strategy import MeshStrategy
 from autopar.strategies import axis_strategies
 from autopar.strategies.random import RULES as DRAWN
 from autopar.strategies.table import RULES
@@ -13,8 +16,6 @@ from tests.strategies.calls import all_calls
 from tests.strategies.one_op import Case, check, mesh_of, on_mesh, sample
 
 CALLS = all_calls()
-
-PAIRS = [pytest.param(case, strategy, id=case.id(strategy)) for case in CALLS for strategy in case.strategies(2)]
 
 WITHOUT_CPU_KERNEL = {
     "aten._fused_rms_norm_backward.default",
@@ -30,24 +31,49 @@ WITHOUT_CPU_KERNEL = {
 """Operators of other devices; `test_device_kernels.py` checks the shapes that they make."""
 
 
-@pytest.mark.parametrize(("case", "strategy"), PAIRS)
-def test_parts_make_the_whole(case: Case, strategy: Strategy) -> None:
-    alone = on_mesh(case, (strategy,), (2,))
+def each_makes_the_whole(case: Case, strategies: Iterable[MeshStrategy], mesh: Mesh) -> None:
+    """Check every strategy of a call, and raise what was found of all of them together."""
+    wrong = []
+    for strategy in strategies:
+        try:
+            check(case, strategy, mesh)
+        except Exception as error:  # noqa: BLE001
+            error.add_note(f"of the strategy {' x '.join(map(str, strategy.axes))}")
+            wrong.append(error)
+    if wrong:
+        raise ExceptionGroup(f"{len(wrong)} strategies of {case.id('')}", wrong)
 
-    assert alone is not None
-    check(case, alone, mesh_of((2,)))
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id("2")) for case in CALLS])
+def test_parts_make_the_whole(case: Case) -> None:
+    alone = [on_mesh(case, (strategy,), (2,)) for strategy in case.strategies(2)]
+
+    assert None not in alone
+    each_makes_the_whole(case, alone, mesh_of((2,)))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id("2x2")) for case in CALLS])
 def test_parts_of_two_axes_make_the_whole(case: Case) -> None:
-    for strategy in sample(case, (2, 2), 6, seed=1):
-        check(case, strategy, mesh_of((2, 2)))
+    each_makes_the_whole(case, sample(case, (2, 2), 6, seed=1), mesh_of((2, 2)))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id("2x2x2")) for case in CALLS[::7]])
 def test_parts_of_three_axes_make_the_whole(case: Case) -> None:
-    for strategy in sample(case, (2, 2, 2), 2, seed=2):
-        check(case, strategy, mesh_of((2, 2, 2)))
+    each_makes_the_whole(case, sample(case, (2, 2, 2), 2, seed=2), mesh_of((2, 2, 2)))
+
+
+def test_every_wrong_strategy_is_told() -> None:
+    sums = next(case for case in CALLS if case.target == "aten.sum.dim_IntList")
+    wrong = Case(sums.target, sums.args, sums.kwargs)
+    vars(wrong)["whole"] = tuple(each + 1 for each in sums.whole if each is not None)
+    strategies = [on_mesh(sums, (strategy,), (2,)) for strategy in sums.strategies(2)]
+
+    with pytest.raises(ExceptionGroup) as caught:
+        each_makes_the_whole(wrong, [each for each in strategies if each is not None], mesh_of((2,)))
+
+    assert [each.__notes__ for each in caught.value.exceptions] == [
+        [f"of the strategy {each}"] for each in sums.strategies(2)
+    ]
 
 
 @pytest.mark.parametrize("target", sorted(set(RULES) - WITHOUT_CPU_KERNEL - set(DRAWN)))

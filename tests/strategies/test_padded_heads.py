@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.capture import capture
 from autopar.costs.operators import flops, seconds
 from autopar.ir.strategy import MeshStrategy
 from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.stack import stack_of
+from tests.support.remembering import remembered
 
 A100 = catalogued_device("a100-sxm-80gb")
 FIRST = stack_of("pytorch", compiled=False).on(A100, 2023)
@@ -32,7 +32,7 @@ class Heads(nn.Module):
 def attention(size: int, device: DeviceSpec) -> tuple[float, float]:
     """Return the seconds and the model's operations of attention forward and backward with heads of a size."""
     with torch.device("meta"):
-        graph = capture(Heads(size), (torch.empty(2, 4, 4096, size, dtype=torch.bfloat16),)).graph
+        graph = remembered(Heads(size), (torch.empty(2, 4, 4096, size, dtype=torch.bfloat16),)).graph
     spent = counted = 0.0
     for op in graph.ops:
         if op.target.startswith("aten._scaled_dot_product"):

@@ -11,13 +11,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.capture import capture
 from autopar.costs.operators import seconds
 from autopar.costs.workspaces import workspace_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.ir.strategy import MeshStrategy
 from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.stack import stack_of
+from tests.support.remembering import remembered
 
 ROWS, CLASSES = 64, 4096
 SCORES = ROWS * CLASSES * 4
@@ -78,7 +78,7 @@ class Head(nn.Module):
 
 def _graph(*, float32: bool = True) -> Graph:
     inputs = torch.randn(ROWS, 8, dtype=torch.bfloat16), torch.zeros(ROWS, dtype=torch.long)
-    return capture(Head(float32=float32), inputs).graph
+    return remembered(Head(float32=float32), inputs).graph
 
 
 def _alone(graph: Graph, op: Op) -> MeshStrategy:

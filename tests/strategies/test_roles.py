@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.capture import capture
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.strategy import MeshStrategy
@@ -16,6 +15,7 @@ from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisSpec, Role, compose
 from autopar.strategies.experts import experts
 from autopar.strategies.regions import parameters_read, region
+from tests.support.remembering import remembered
 from tests.support.routing import routing
 
 SIZE = 2
@@ -24,10 +24,10 @@ SIZE = 2
 @cache
 def program(name: str) -> Graph:
     if name == "grouped":
-        return capture(*routing()["experts"]).graph
+        return remembered(*routing()["experts"]).graph
     settings = LlamaSettings(2, 16, 2, 2, 32, vocab=32, sequence=8, experts=4 if name == "batched" else 0)
     with torch.device("meta"):
-        return capture(settings.model(), settings.inputs(4, 8)).graph
+        return remembered(settings.model(), settings.inputs(4, 8)).graph
 
 
 def offered(name: str, role: Role, *, shard_parameters: bool = True) -> dict[str, tuple[MeshStrategy, ...]]:

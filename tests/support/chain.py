@@ -84,6 +84,7 @@ class Staged:
     total_names: tuple[str, ...]
     outputs: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Decisions
 from autopar.rewrite import batch_axes, rewrite
 from autopar.runtime import Program, Ranks, Runner, compiled
 from tests.support.decide import decide
+from tests.support.remembering import remembered
 
 Decide = Callable[[Captured], Decisions]
 
@@ -31,10 +32,10 @@ def compile_with(
     chosen = decide_by or (lambda captured: decide(captured.graph, mesh, zero=True, gather="per_phase"))
 
     def program_for(training: bool, grad: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
-        captured = capture(model, dict(kwargs) if kwargs else args, training=training, with_backward=grad)
+        captured = remembered(model, dict(kwargs) if kwargs else args, training=training, with_backward=grad)
         return _program(captured, chosen(captured), ranks.rank, local_inputs)
 
-    first = capture(model, example, training=True)
+    first = remembered(model, example, training=True)
     ready = [_program(first, chosen(first), ranks.rank, local_inputs)]
 
     def planned_first(training: bool, grad: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:

@@ -1,15 +1,21 @@
-"""Programs that many tests plan or compile, captured once a process.
+"""Programs that many tests plan or compile, captured once a run.
 
 A capture takes longer than a small model's plan, rewriting and steps together, and tests of many wishes for one
-model ask for the same program again and again. `autopar.capture.capture` itself is what it always is: its own tests,
-and whoever calls it, capture anew.
+model ask for the same program again and again, each of the ranks of a test for itself. A process keeps what it has
+captured and writes it where all workers of a run and their ranks read it (`tests.support.written`).
+`autopar.capture.capture` itself is what it always is: its own tests, and whoever calls it, capture anew;
+`remembered` does the same once a run.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
+import os
 import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +23,15 @@ from torch import nn
 
 import autopar.api
 import autopar.api.compiling
-from autopar.capture import Captured
+from autopar._torch import pytree
+from autopar.capture import Captured, capture
+from tests.support.written import read, written
 
 _MOST = 64
 """Programs that are kept; the oldest goes first."""
+
+FOLDER = "AUTOPAR_TESTS_PROGRAMS"
+"""Variable that names the folder which the processes of a run share; without it each has what it captured itself."""
 
 _captured_for = autopar.api.captured_for
 _known: dict[bytes, tuple[Captured, str]] = {}
@@ -32,20 +43,32 @@ def remember_programs() -> None:
     autopar.api.compiling.captured_for = _remembered
 
 
-def _remembered(model: nn.Module, example_inputs: Any, precision: str, **how: bool) -> Captured:
-    """Return the program of a model whose every attribute, hook and value equals those of one known, or capture it.
+def remembered(model: nn.Module, example_inputs: Any, *, training: bool = True, with_backward: bool = True) -> Captured:
+    """Return what `autopar.capture.capture` does, which the caller only reads."""
+    how = {"training": training, "with_backward": with_backward}
+    return _known_or(_key(model, example_inputs, "as it is", how), lambda: capture(model, example_inputs, **how))
 
-    It is captured anew if a compilation has written into it, as it may into a program of its own, and always for models
-    that hold tensors outside of their parameters and buffers: these are read when the program runs.
+
+def _remembered(model: nn.Module, example_inputs: Any, precision: str, **how: bool) -> Captured:
+    return _known_or(
+        _key(model, example_inputs, precision, how), lambda: _captured_for(model, example_inputs, precision, **how)
+    )
+
+
+def _known_or(key: bytes | None, make: Callable[[], Captured]) -> Captured:
+    """Return the program of a model whose every attribute and hook equals those of one known, or capture it.
+
+    It is had anew if a compilation has written into it, as it may into a program of its own, and captured anew always
+    for models that hold tensors outside of their parameters and buffers: these are read when the program runs.
     """
-    key = _key(model, example_inputs, precision, how)
     if key is None:
-        return _captured_for(model, example_inputs, precision, **how)
+        return make()
     if key in _known:
         found, code = _known[key]
         if found.joint.code == code:
             return found
-    found = _captured_for(model, example_inputs, precision, **how)
+    folder = os.environ.get(FOLDER)
+    found = _of_all(Path(folder) / key.hex(), make) if folder else make()
     if not found.constants:
         _known[key] = found, found.joint.code
         if len(_known) > _MOST:
@@ -53,11 +76,26 @@ def _remembered(model: nn.Module, example_inputs: Any, precision: str, **how: bo
     return found
 
 
-class _Writer(pickle.Pickler):
-    """Writes what is asked for, equal tensors alike wherever they lie."""
+def _of_all(path: Path, make: Callable[[], Captured]) -> Captured:
+    """Return the program of a file, or make it and write it there; who asks for the same in the meantime waits."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = read(path.read_bytes()) if path.exists() else None
+        if found is None:
+            found = make()
+            data = written(found)
+            if data is not None:
+                path.with_suffix(".part").write_bytes(data)
+                path.with_suffix(".part").rename(path)
+    return found
 
-    def __init__(self, to: io.BytesIO) -> None:
+
+class _Writer(pickle.Pickler):
+    """Writes what is asked for, equal tensors alike wherever they lie; of `faked` ones nothing can see the values."""
+
+    def __init__(self, to: io.BytesIO, faked: Iterable[torch.Tensor]) -> None:
         super().__init__(to)
+        self._faked = {id(each) for each in faked}
         self._tensors: dict[int, int] = {}
         self._storages: dict[int, int] = {}
 
@@ -73,22 +111,29 @@ class _Writer(pickle.Pickler):
         storage = self._storages.setdefault(found.untyped_storage()._cdata, len(self._storages))
         form = (type(found), found.dtype, found.device, found.shape, found.stride(), found.storage_offset())
         told = (form, found.requires_grad, found.is_leaf, storage, vars(found))
-        if found.is_meta:
+        if found.is_meta or id(found) in self._faked:
             return told
         return *told, found.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _key(*asked: Any) -> bytes | None:
-    """Return what tells programs apart; none if what is asked for cannot be written down (classes in functions)."""
+def _key(model: nn.Module, example_inputs: Any, *how: Any) -> bytes | None:
+    """Return what tells programs apart; none if what is asked for cannot be written down (classes in functions).
+
+    Values of parameters, buffers and inputs do not: while a model is captured they are fake.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    given = [each for each in pytree.tree_leaves(example_inputs) if isinstance(each, torch.Tensor)]
+    faked = [*model.parameters(), *model.buffers(), *given]
     state = (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
     )
-    written = io.BytesIO()
+    to = io.BytesIO()
     try:
-        _Writer(written).dump((asked, state))
+        _Writer(to, faked).dump((model, example_inputs, how, state))
     except (AttributeError, TypeError, pickle.PicklingError, RuntimeError, NotImplementedError):
         return None
-    return hashlib.sha256(written.getvalue()).digest()
+    return hashlib.sha256(to.getvalue()).digest()

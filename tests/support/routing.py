@@ -85,6 +85,23 @@ class Near(nn.Module):
         return x.square().mean()
 
 
+class Pairs(nn.Module):
+    """Scores what was chosen and what was not in one go, at the last token of each, as reward models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(
+        self, chosen: torch.Tensor, other: torch.Tensor, lengths: torch.Tensor, other_lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the Bradley-Terry loss of pairs [b, 5, 4] of so many tokens each."""
+        both, last = torch.cat([chosen, other]), torch.cat([lengths, other_lengths]) - 1
+        scores = self.head(self.body(both).tanh()).squeeze(-1)
+        better, worse = scores[torch.arange(both.shape[0]), last].chunk(2)
+        return -functional.logsigmoid(better - worse).mean()
+
+
 class Ranked(nn.Module):
     """Uses rows otherwise than one by one, or places otherwise than to point at rows: as `how` says."""
 
@@ -108,6 +125,12 @@ class Ranked(nn.Module):
                 return (x * torch.arange(8.0)[:, None]).mean()
             case "table":
                 return x[torch.arange(8), torch.arange(8) // 2].square().mean()
+            case "halves":
+                both = torch.cat([x, x.tanh()])
+                return both[torch.arange(16), torch.arange(16) // 4].square().mean()
+            case "swapped":
+                both = torch.cat([x, x.tanh()])
+                return (both[(torch.arange(16) + 8) % 16] * both.exp()).mean()
             case "diagonal":
                 return x.repeat(1, 2)[torch.arange(8), torch.arange(8)].square().mean()
             case "first":
@@ -123,6 +146,7 @@ def routing() -> dict[str, tuple[nn.Module, Any]]:
     lengths = torch.randint(1, 6, (8,))
     return {
         "experts": (Experts(), (torch.randn(8, 3, 8),)),
+        "pairs": (Pairs(), (*torch.randn(2, 8, 5, 4), *torch.randint(1, 6, (2, 8)))),
         "near": (Near(), (torch.randn(8, 5, 4),)),
         "picked": (Picked().train(), (torch.randn(8, 5, 4), lengths, torch.randint(0, 3, (8,)))),
     }

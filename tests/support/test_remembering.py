@@ -23,8 +23,9 @@ def changed(change: str) -> nn.Module:
     first = next(each for each in model.modules() if isinstance(each, nn.Linear))
     match change:
         case "value":
-            with torch.no_grad():
-                first.weight[0, 0] += 1
+            first.scale = torch.ones(2)
+        case "other value":
+            first.scale = torch.zeros(2)
         case "mode":
             first.eval()
         case "frozen":
@@ -45,6 +46,18 @@ def twice(_module: nn.Module, _args: Any, result: torch.Tensor) -> torch.Tensor:
 def test_equal_models_made_apart_are_one():
     assert key(changed("")) == key(changed(""))
     assert key(changed("")) is not None
+
+
+def test_values_that_are_fake_while_a_model_is_captured_are_no_difference():
+    model = changed("")
+    with torch.no_grad():
+        model.get_parameter("up.weight")[0, 0] += 1
+
+    assert key(model, (torch.ones(8, 8),)) == key(changed(""), (torch.zeros(8, 8),))
+
+
+def test_values_that_a_program_holds_itself_are_a_difference():
+    assert key(changed("value")) != key(changed("other value"))
 
 
 @pytest.mark.parametrize("change", ["value", "mode", "frozen", "attribute", "tied", "hook"])

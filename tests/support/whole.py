@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import Captured, capture
+from autopar.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial
 from autopar.ir.plan import Decisions
@@ -16,6 +16,7 @@ from autopar.ir.squeeze import squeeze
 from autopar.rewrite import Programs, rewrite
 from autopar.runtime.placing import own_part
 from tests.support import lockstep
+from tests.support.remembering import remembered
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Whole:
     @classmethod
     def of(cls, model: nn.Module, example: Any, **how: bool) -> Whole:
         """Return the model's program with its own values, the example's, and random tangents."""
-        captured = capture(model, example, **how)
+        captured = remembered(model, example, **how)
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
         tensors = captured.call.flatten(args, kwargs)
