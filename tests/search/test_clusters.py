@@ -1,0 +1,109 @@
+"""Which operators follow their producer, and which decide for themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.api.solving import Solving
+from autopar.api.wishes import read_wishes
+from autopar.capture.recompute import SUFFIX, blocks_of, recomputed_graph
+from autopar.costs.clusters import build
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.models.zoo.llama import LlamaSettings
+from autopar.options import PlanOptions
+from autopar.search.meshes import MeshAxis
+from autopar.search.trials import Recompute, Trial
+from tests.support.remembering import remembered
+from tests.support.two_hosts import cluster
+
+MESH = (MeshAxis("dp_shard", 2),)
+
+
+class Residual(nn.Module):
+    """Equal residual blocks, and a loss."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def clustered(graph: Graph, recompute: Recompute = "none") -> list[list[str]]:
+    """Return the members of each cluster of a program whose parameters two ranks share."""
+    solving = Solving(graph, cluster(1 << 30), PlanOptions.parse())
+    trial = Trial(MESH, 1, recompute)
+    clusters, _ = build(
+        solving.graph(recompute, read_wishes(solving.options)), solving.choices(trial, read_wishes(solving.options))
+    )
+    return [each.members for each in clusters]
+
+
+def planned(settings: LlamaSettings, on: str, batch: int, **fix: Any) -> Plan:
+    with torch.device("meta"):
+        model, inputs = settings.model(), settings.inputs(batch, settings.sequence)
+    return autopar.plan(model, on, example_inputs=inputs, fix=fix, precision="bf16")
+
+
+def test_a_follower_of_what_others_read_decides_for_itself():
+    graph = remembered(Residual(1), (torch.empty(8, 32),)).graph
+    alone = {name for name, users in graph.users.items() if len(users) == 1}
+    followers = [(first, each) for first, *others in clustered(graph) for each in others]
+
+    assert followers
+    for leader, follower in followers:
+        read = {graph.representative(ref.op) for ref in graph.by_name[follower].refs}
+        calls = {name for name in read if graph.by_name[name].kind == "call"}
+        assert calls <= alone, (leader, follower)
+
+
+def test_what_only_some_layers_run_again_follows_their_parameters():
+    """Or it could not read what was gathered for another view, as where all run again."""
+    graph = remembered(Residual(6), (torch.empty(8, 32),)).graph
+    some = tuple((path, "full") for path in blocks_of(graph)[:2])
+    program = recomputed_graph(graph, dict(some))
+    again = {
+        program.representative(op.name)
+        for op in program.ops
+        if op.name.endswith(SUFFIX) and len(op.refs) == 1 and program.by_name[op.refs[0].op].kind == "parameter"
+    }
+    led = {
+        name
+        for first, *others in clustered(graph, some)
+        if program.by_name[first].kind == "parameter"
+        for name in others
+    }
+
+    assert again
+    assert again <= led
+
+
+def test_a_gradient_is_gathered_once_for_both_products_that_read_it():
+    plan = planned(LlamaSettings(2, 2048, 16, 16, 8192, vocab=1024, sequence=2048), "h100-sxm-80gb:8", 8, tp=8)
+    gathered = Counter(
+        (each.tensor.partition(" ")[2], each.bytes)
+        for each in plan.decisions.collectives
+        if each.op == "all_gather" and each.phase == "backward"
+    )
+
+    assert gathered["(layers.0.mlp.down)", 8 * 2048 * 2048 * 2] == 1
+
+
+def test_tokens_go_to_experts_and_back_once_in_forward_and_once_in_backward():
+    plan = planned(LlamaSettings(2, 64, 4, 4, 128, vocab=64, sequence=16, experts=4), "cpu:4", 8, ep=4, pp=1)
+    exchanges = Counter(
+        each.phase for each in plan.decisions.collectives if each.op == "all_to_all" for _ in range(each.count)
+    )
+
+    assert exchanges == {"forward": 2 * 2, "backward": 2 * 2}
