@@ -153,7 +153,7 @@ class Normed(nn.Module):
 
 
 def test_a_buffer_that_is_only_written_is_on_the_stage_that_writes_it():
-    graph = capture(Normed(), (torch.randn(4, 8),)).graph
+    graph = remembered(Normed(), (torch.randn(4, 8),)).graph
     stages = stage_of(graph, one_each(graph))
 
     updates = {each.name: each.ref.op for each in graph.outputs if each.kind == "mutation" and each.ref is not None}
