@@ -4,9 +4,9 @@ A view, a cast to a smaller type or an elementwise function of one tensor takes
 its layout from its input. Redistributing before or after it moves the same
 bytes, so that deciding it apart would gain nothing: such followers join their
 producer's cluster, and the search decides clusters. Where others read the
-producer, too, the follower decides for itself: it may read what was moved for
-them (a gradient gathered for one product, and transposed for another; tokens
-that experts had in forward), in place of moving it once more.
+producer, too, a follower of the same size decides for itself: it may read what
+was moved for them (a gradient gathered for one product, and transposed for
+another; tokens that experts had in forward), in place of moving it once more.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ def build(graph: Graph, choices: Mapping[str, Sequence[MeshStrategy]]) -> tuple[
         home[op.name] = len(clusters)
         clusters.append(Cluster([op.name], [(s,) for s in choices[op.name]], {op.name: 0}))
     return clusters, home
+
+
+def _has_others(graph: Graph, rep: str) -> bool:
+    """Return whether more than one operator reads what an operator computes."""
+    return graph.by_name[rep].kind == "call" and len(_readers(graph)[rep]) > 1
 
 
 @once_per_graph
@@ -118,11 +123,11 @@ def _join(
     """Add `op` to the cluster if it follows under every option; return whether it did."""
     reps = [graph.representative(ref.op) for ref in op.refs]
     slots = [slot for slot, rep in enumerate(reps) if home[rep] == place]
-    if any(graph.by_name[reps[slot]].kind == "call" and len(_readers(graph)[reps[slot]]) > 1 for slot in slots):
-        return False
     moved_now = max(graph.meta(op.refs[slot]).nbytes for slot in slots)
     moved_later = sum(meta.nbytes for meta in op.outputs if meta is not None)
     starts = {graph.by_name[reps[slot]].kind for slot in slots}
+    if moved_later == moved_now and any(_has_others(graph, reps[slot]) for slot in slots):
+        return False
     if moved_later > moved_now or "tangent" in starts or (starts == {"parameter"} and len(slots) < len(reps)):
         return False
     by_need: dict[object, list[MeshStrategy]] = {}

@@ -183,6 +183,11 @@ def require_alike(cuts: Iterable[Cut], captured: Graph) -> None:
         InfeasibleError: a value is not, with what it comes from.
     """
     values = Values()
+    with torch.device("cpu"):  # whatever device the caller builds models on
+        _require_alike(cuts, captured, values)
+
+
+def _require_alike(cuts: Iterable[Cut], captured: Graph, values: Values) -> None:
     for cut in cuts:
         source, dim = cut.source, cut.dim
         value = source.meta["val"]

@@ -64,7 +64,8 @@ def test_a_wide_mlp_with_a_small_batch_is_tensor_parallel(fast_link: Path) -> No
 
     activation = 128 * 1024 * 4
     assert plan.decisions.degrees["tp"] == 2
-    assert moved(plan) in (
+    # Summed, or scattered behind forward and gathered for backward: the same bytes.
+    assert sorted(moved(plan)) in (
         [("all_reduce", activation)],
         [("all_gather", activation), ("reduce_scatter", activation)],
     )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.api import plan_captured
+from autopar.capture import capture
 from autopar.capture.recompute import recomputed
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
@@ -112,9 +113,10 @@ def test_the_operators_priced_as_weight_gradients_are_those_that_run_apart(name:
 
 @pytest.mark.parametrize("blocks", [[["encoder.0"], ["encoder.1"]], [["encoder.0.attention"], ["encoder.0.mlp"]]])
 def test_a_cut_through_recomputed_layers_gives_the_whole_programs_results(blocks):
-    whole = Whole.of(*branching()["translator"])
+    model, example = branching()["translator"]
+    whole = Whole.of(model, example)
     want = whole.run()
-    whole.captured = recomputed(whole.captured, {"*": "full"})
+    whole.captured = recomputed(capture(model, example), {"*": "full"})  # which writes into what it is given
 
     pipeline = run_stages(whole, decide(whole.captured.graph, mesh_of()), blocks)
 
