@@ -49,8 +49,7 @@ class Program:
     torch_version: str
     tokens_per_step: int | None = None
     joint: fx.GraphModule | None = None
-    """Nodes of the graph's operators, if at hand: by them values are found that differ from micro-batch to micro-batch,
-    which else is found only when the plan is to run."""
+    """The graph's nodes: with them, values unlike from micro-batch to micro-batch are found before a plan is to run."""
 
 
 _INDISTINCT = 0.02

@@ -25,7 +25,7 @@ import autopar.api
 import autopar.api.compiling
 from autopar._torch import pytree
 from autopar.capture import Captured, capture
-from tests.support.written import read, written
+from tests.support.written import UNWRITABLE, read, written
 
 _MOST = 64
 """Programs that are kept; the oldest goes first."""
@@ -134,6 +134,6 @@ def _key(model: nn.Module, example_inputs: Any, *how: Any) -> bytes | None:
     to = io.BytesIO()
     try:
         _Writer(to, faked).dump((model, example_inputs, how, state))
-    except (AttributeError, TypeError, pickle.PicklingError, RuntimeError, NotImplementedError):
+    except UNWRITABLE:
         return None
     return hashlib.sha256(to.getvalue()).digest()

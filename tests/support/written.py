@@ -18,6 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.capture import Captured
 
+UNWRITABLE = (AttributeError, TypeError, pickle.PicklingError, RuntimeError, NotImplementedError)
+"""What pickling raises of things it cannot write: classes in functions, tensors without values of their own."""
+
 _META = ("val", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "partitioner_tag", "desc")
 """What later stages read of a captured node; tracing leaves more, of which much cannot be written."""
 
@@ -40,7 +43,7 @@ def written(captured: Captured) -> bytes | None:
     to = io.BytesIO()
     try:
         _Writer(to, nodes).dump((captured.joint.code, rows, rest))
-    except (AttributeError, TypeError, pickle.PicklingError, RuntimeError, NotImplementedError):
+    except UNWRITABLE:
         return None
     return to.getvalue()
 
