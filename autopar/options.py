@@ -31,7 +31,7 @@ OPTIMIZERS = ("sgd", "adam", "adamw", "none")
 _COUNTS = (*AXIS_NAMES, "microbatch", "interleave")
 _NAMED: Mapping[str, tuple[str, ...]] = {
     "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"),
-    "recompute": ("none", "casts", "selective", "per_operator", "full"),
+    "recompute": ("none", "casts", "cheap", "selective", "per_operator", "keep_attention", "full"),
 }
 _ZERO_STAGES = range(4)
 _SWITCHES = ("sequence_parallel",)

@@ -26,7 +26,7 @@ from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.fluid import Fluid
 from autopar.search.trials import Uniform
 
-WAYS: tuple[Uniform, ...] = ("none", "casts", "selective", "per_operator", "full")
+WAYS: tuple[Uniform, ...] = ("none", "casts", "cheap", "selective", "per_operator", "keep_attention", "full")
 """Ways of recomputing a block, from what takes least to what saves least."""
 
 

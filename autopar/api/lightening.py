@@ -179,11 +179,14 @@ def _staged_rooms(again: Again, outcome: Outcome, pipeline: Pipelined) -> Iterat
 
 
 def _plainest(ways: Ways, chosen: Sequence[int]) -> list[int]:
-    """Return the first of the ways that are the same for a block: where nothing is cast, no casts are repeated."""
+    """Return the first of the ways that are the same for a block, but `full` where that is one of several.
+
+    Where nothing is cast, no casts are repeated; where attention has no kernel of its own, none is kept.
+    """
     same = (ways.seconds == ways.seconds[np.arange(len(chosen)), list(chosen)][:, None]) & (
         ways.kept_bytes == ways.kept_bytes[np.arange(len(chosen)), list(chosen)][:, None]
     )
-    return [int(each) for each in np.argmax(same, axis=1)]
+    return [int(each) for each in np.where(same[:, -1] & ~same[:, 0], same.shape[1] - 1, np.argmax(same, axis=1))]
 
 
 def _named(paths: Sequence[str], chosen: Sequence[int]) -> Recompute:

@@ -14,6 +14,7 @@ from torch import fx
 from autopar.api import infeasible
 from autopar.api.admitted import require_admitted, splits_tensors
 from autopar.api.describing import PEAK_DTYPE, described
+from autopar.api.floors import WAYS
 from autopar.api.kinds import shape_of
 from autopar.api.microbatching import nothing_divides
 from autopar.api.naming import name_axes, repeating, wished
@@ -108,8 +109,7 @@ class Planner:
         fixed = self.options.fix.get("recompute")
         if fixed == "none" or "recompute" in self.options.forbid:
             return ("none",)
-        chosen: tuple[Uniform, ...] = ("casts", "selective", "per_operator", "full")
-        return next(((way,) for way in chosen if way == fixed), ("none", "full"))
+        return next(((way,) for way in WAYS if way == fixed), ("none", "full"))
 
     def follow(self, known: Decisions) -> Decisions:
         """Return decisions for a program of a model whose parameters already are where `known` says.

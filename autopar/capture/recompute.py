@@ -24,7 +24,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.origin import layer_path
 from autopar.errors import StalePlanError
 from autopar.ir.graph import Arg, Graph, Op, Ref
-from autopar.ir.roles import is_view, parameter_like
+from autopar.ir.roles import computes, is_view, parameter_like
 
 SUFFIX = "_again"
 """Appended to the name of an operator, it names its copy in backward."""
@@ -32,14 +32,16 @@ SUFFIX = "_again"
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
-Way = Literal["full", "whole", "casts", "selective", "per_operator"]
+Way = Literal["full", "whole", "casts", "cheap", "selective", "per_operator", "keep_attention"]
 """What of a block runs again.
 
-full          all of it that backward needs
-whole         all of it to its end: what reentrant checkpointing does; for prices alone
-casts         parameters in other types: as large for each micro-batch in flight as for all samples
-selective     the core of attention: scores, and kernels that have them inside (Korthikanti et al. 2022, section 5)
-per_operator  all but attention kernels and every second matrix product (torchtitan's `selective_ac_option: op`)
+full            all of it that backward needs
+whole           all of it to its end: what reentrant checkpointing does; for prices alone
+casts           parameters in other types: as large for each micro-batch in flight as for all samples
+cheap           all but what computes (`autopar.ir.roles.computes`): norms, activations, rotations and sums
+selective       the core of attention: scores, and kernels that have them inside (Korthikanti et al. 2022, section 5)
+per_operator    all but attention kernels and every second matrix product (torchtitan's `selective_ac_option: op`)
+keep_attention  all but attention kernels: where sequences are long they take most of the time and leave the least
 """
 
 Ways = Mapping[str, str]
@@ -159,11 +161,12 @@ def _chosen_by_block(graph: Graph, ways: Ways) -> frozenset[str]:
     chosen: dict[str, frozenset[str]] = {KEPT: frozenset()}
     for way in {*ways.values()} - {KEPT}:
         match way:
-            case "full" | "whole" | "casts" | "selective" | "per_operator":
+            case "full" | "whole" | "casts" | "cheap" | "selective" | "per_operator" | "keep_attention":
                 chosen[way] = _chosen(graph, way)
             case _:
                 raise StalePlanError(
-                    f"the plan recomputes by {way!r}; known are none, casts, selective, per_operator and full"
+                    f"the plan recomputes by {way!r}; known are none, casts, cheap, selective, per_operator, "
+                    "keep_attention and full"
                 )
     every = ways.get("*", KEPT)
     return frozenset(op.name for op in graph.ops if op.name in chosen[ways.get(block_of(op), every)])
@@ -178,6 +181,10 @@ def _chosen(graph: Graph, way: Way) -> frozenset[str]:
         return casts
     if way == "selective":
         return casts | _attention_core(graph)
+    if way == "cheap":
+        return frozenset(op.name for op in graph.ops if not computes(op))
+    if way == "keep_attention":
+        return frozenset(op.name for op in graph.ops if not _is_attention_kernel(op))
     kept: set[str] = set()
     seen: dict[str, int] = {}
     for op in graph.ops:
@@ -186,7 +193,7 @@ def _chosen(graph: Graph, way: Way) -> frozenset[str]:
             seen[block] = seen.get(block, 0) + 1
             if seen[block] % 2 == 0:
                 kept.add(op.name)
-        elif "_scaled_dot_product" in op.target:
+        elif _is_attention_kernel(op):
             kept.add(op.name)
     return frozenset(op.name for op in graph.ops if op.name not in kept)
 
@@ -210,7 +217,11 @@ def _attention_core(graph: Graph) -> frozenset[str]:
         made = op.target == "aten.bmm.default" and op.outputs[0] is not None and _is_square(op.outputs[0].shape)
         if made or any(scores.get(ref.op, -1) == size for ref in op.refs):
             scores[op.name] = size
-    return frozenset(scores) | {op.name for op in graph.ops if "_scaled_dot_product" in op.target}
+    return frozenset(scores) | {op.name for op in graph.ops if _is_attention_kernel(op)}
+
+
+def _is_attention_kernel(op: Op) -> bool:
+    return "_scaled_dot_product" in op.target
 
 
 def _size(op: Op) -> int:

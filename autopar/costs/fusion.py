@@ -15,13 +15,7 @@ from dataclasses import dataclass
 
 from autopar.costs.liveness import base_of
 from autopar.ir.graph import Graph, Op, once_per_graph
-from autopar.ir.roles import is_view
-
-_COMPUTES = (
-    "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten._grouped_mm", "aten.convolution",
-    "aten._scaled_dot_product", "aten.embedding", "aten.topk", "aten.sort", "aten.scatter_add",
-)  # fmt: skip
-"""Operators that end a run."""
+from autopar.ir.roles import computes, is_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +61,8 @@ def _runs(graph: Graph) -> dict[str, Kernel]:
     for op in graph.ops:
         sources = [base[ref.op, ref.index][0] for ref in op.refs]
         level[op.name] = max((level[each] + (run[each] is None) for each in sources), default=0)
-        computes = op.kind != "call" or op.target.startswith(_COMPUTES)
-        run[op.name] = None if computes else (op.phase, level[op.name])
+        ends = op.kind != "call" or computes(op)
+        run[op.name] = None if ends else (op.phase, level[op.name])
     return run
 
 

@@ -25,6 +25,11 @@ VIEWS = frozenset(
 CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default", "aten.clone.default"})
 """Operators that give the same elements, in another type perhaps, in memory of their own."""
 
+_COMPUTES = (
+    "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten._grouped_mm", "aten.convolution",
+    "aten._scaled_dot_product", "aten.embedding", "aten.topk", "aten.sort", "aten.scatter_add",
+)  # fmt: skip
+
 _SUMS = frozenset({"aten.add.Tensor"})
 
 _PERMUTES = frozenset({"aten.t.default", "aten.transpose.int", "aten.permute.default"})
@@ -39,6 +44,11 @@ LAST_STEPS = frozenset(
 def is_view(op: Op) -> bool:
     """Return whether the operator's outputs share the memory of its first input."""
     return op.target in VIEWS
+
+
+def computes(op: Op) -> bool:
+    """Return whether an operator is a kernel that others are not part of: a product, attention, a look-up, a sort."""
+    return op.target.startswith(_COMPUTES)
 
 
 def order_of(op: Op) -> tuple[int, ...] | None:

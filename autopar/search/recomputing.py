@@ -49,7 +49,8 @@ def cheapest(ways: Ways, rooms: Sequence[Room], budget_bytes: float, *, time_lim
         solver.setOptionValue(option, value)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = blocks * count, blocks + len(tight)
-    lp.col_cost_ = ways.seconds.ravel()
+    # Of the order of 1, or differences of microseconds are below the solver's absolute tolerances.
+    lp.col_cost_ = (ways.seconds / (float(ways.seconds.max()) or 1.0)).ravel()
     lp.col_lower_, lp.col_upper_ = np.zeros(blocks * count), np.ones(blocks * count)
     lp.integrality_ = [highspy.HighsVarType.kInteger] * (blocks * count)
     free = np.array([budget_bytes - room.held_bytes for room in tight])

@@ -44,6 +44,27 @@ def test_recomputation_by_operator_keeps_attention_and_every_second_product() ->
     assert "native_layer_norm" in found
 
 
+def test_cheap_recomputation_repeats_nothing_that_computes() -> None:
+    found = _again(recomputed_graph(_graph(fused=True), "cheap"))
+
+    assert "native_layer_norm" in found
+    assert "gelu" in found
+    assert not {"addmm", "_scaled_dot_product_flash_attention_for_cpu"} & {*found}
+
+
+def test_all_but_attention_kernels_are_repeated() -> None:
+    graph = _graph(fused=True)
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+
+    found = _again(recomputed_graph(graph, "keep_attention"))
+
+    full = _again(recomputed_graph(graph, "full"))
+    assert kernel in full
+    assert sorted(found) == sorted(name for name in full if name != kernel)
+    plain = _graph(fused=False)
+    assert _again(recomputed_graph(plain, "keep_attention")) == _again(recomputed_graph(plain, "full"))
+
+
 def test_recomputation_to_the_end_repeats_every_call_of_a_block() -> None:
     graph = _graph(fused=True)
     calls = [op for op in graph.ops if op.kind == "call" and op.phase == "forward" and block_of(op) == "blocks.1"]
