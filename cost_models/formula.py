@@ -4,9 +4,9 @@ sympy takes about half a second to import, so it is imported when a formula is
 first evaluated or its `expression` read, not before.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -45,14 +45,20 @@ class Formula:
 
         Raises `CostModelError` where a symbol is missing or unknown.
         """
+        function, names = self._compiled
+        if numbers.keys() != names.keys():
+            raise _wrong_symbols(self, numbers)
+        arrays = [np.asarray(numbers[name], dtype=np.float64) for name in names]
+        shape = np.broadcast(*arrays).shape
+        result = np.asarray(function(*arrays), dtype=np.float64)
+        # A formula that does not use every symbol still has a value for each of their numbers.
+        return result if result.shape == shape else np.broadcast_to(result, shape)
+
+    @cached_property
+    def _compiled(self) -> tuple[Callable[..., Any], Mapping[str, None]]:
+        """Return the formula as a function of arrays, and the names of its arguments in order."""
         names = self.symbol_names
-        unknown = sorted(set(numbers) - set(names))
-        missing = [name for name in names if name not in numbers]
-        if unknown or missing:
-            raise _wrong_symbols(self, unknown, missing)
-        arrays = np.broadcast_arrays(*(np.asarray(numbers[n], dtype=np.float64) for n in names))
-        result = np.asarray(_lambdified(self.text, names)(*arrays), dtype=np.float64)
-        return np.broadcast_to(result, arrays[0].shape)
+        return _lambdified(self.text, names), dict.fromkeys(names)
 
     def legend(self) -> str:
         """Return one line a symbol: `n  bytes of the full tensor`."""
@@ -69,9 +75,12 @@ def registry(*formulas: Formula) -> Mapping[str, Formula]:
     return {each.name: each for each in formulas}
 
 
-def _wrong_symbols(formula: Formula, unknown: list[str], missing: list[str]) -> CostModelError:
+def _wrong_symbols(formula: Formula, given: Iterable[str]) -> CostModelError:
+    names = formula.symbol_names
+    unknown = sorted(set(given) - set(names))
+    missing = [name for name in names if name not in set(given)]
     parts = [f"no value for {', '.join(missing)}"] if missing else []
-    parts += [f"no symbol {name!r}{suggestion(name, formula.symbol_names)}" for name in unknown]
+    parts += [f"no symbol {name!r}{suggestion(name, names)}" for name in unknown]
     return CostModelError(f"formula {formula}: {'; '.join(parts)}")
 
 
