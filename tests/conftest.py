@@ -67,7 +67,7 @@ def pytest_collection_finish() -> None:
         remember_programs()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # traced programs are many small objects that stay while they are looked at
+    gc.set_threshold(50_000, 20, 20)  # as seldom as planning has it, which then leaves it alone
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

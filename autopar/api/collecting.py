@@ -18,14 +18,16 @@ _THRESHOLDS = (50_000, 20, 50)
 def seldom_collected() -> Iterator[None]:
     """Leave what is there alone, and look at new objects seldom; afterwards all is as the user had it.
 
-    A user who has turned collection off, or frozen objects, has reasons: then that stays.
+    A user who has turned collection off or made it as seldom, or frozen objects, has reasons: then that stays.
     """
     before = gc.get_threshold()
+    if not 0 < before[0] < _THRESHOLDS[0]:
+        yield  # without asking what is frozen: Python counts every object for that
+        return
     freezes = gc.get_freeze_count() == 0
     if freezes:
         gc.freeze()
-    if 0 < before[0] < _THRESHOLDS[0]:
-        gc.set_threshold(*_THRESHOLDS)
+    gc.set_threshold(*_THRESHOLDS)
     try:
         yield
     finally:

@@ -51,6 +51,15 @@ def test_who_turned_collection_off_or_froze_objects_keeps_that():
     assert gc.get_freeze_count() >= frozen > 0
 
 
+def test_who_collects_as_seldom_is_left_alone():
+    gc.set_threshold(50_000, 20, 20)
+
+    with seldom_collected():
+        assert gc.get_threshold() == (50_000, 20, 20)
+        assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == (50_000, 20, 20)
+
+
 def test_cycles_are_still_found():
     class Ring:
         alive = 0

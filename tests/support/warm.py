@@ -37,4 +37,4 @@ def _warm() -> None:
 _warm()
 gc.collect()
 gc.freeze()  # what is here stays, in every fork
-gc.set_threshold(10_000, 20, 20)
+gc.set_threshold(50_000, 20, 20)
