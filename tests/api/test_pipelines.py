@@ -29,7 +29,7 @@ from tests.support.training import Trained, call, loss_of, train, whole
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, forked=False) as ranks:
+    with RankPool(2) as ranks:
         yield ranks
 
 

@@ -18,8 +18,9 @@ from autopar.runtime.module import copy_tree
 from autopar.runtime.waiting import hold_whole, plain_copy, take_over
 from tests.support.compiling import compile_with
 from tests.support.decide import drawn, mesh_of
-from tests.support.models import Mlp, Plain, Tied, Vision, cases
+from tests.support.models import Layers, Mlp, Plain, Tied, Vision, cases
 from tests.support.ranks import RankPool
+from tests.support.training import train as train_whole
 
 PAIR = mesh_of(tp=2)
 
@@ -96,6 +97,17 @@ def test_ranks_of_this_file_hash_unlike_as_those_of_a_job_do(pool: RankPool):
     first, second = pool.values(hashed)
 
     assert first != second
+
+
+def in_stages(_rank: int) -> list[float]:
+    torch.manual_seed(3)
+    return train_whole(Layers(), (torch.randn(8, 6),), "cpu:2", {"pp": 2, "microbatch": 2, "schedule": "zb_h1"}).losses
+
+
+def test_stages_on_ranks_that_hash_unlike_equal_the_models_own(pool: RankPool):
+    first, second = pool.values(in_stages)
+
+    assert first == second
 
 
 def accumulate(rank: int) -> None:
