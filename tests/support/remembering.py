@@ -1,10 +1,11 @@
-"""Programs that many tests plan or compile, captured once a run.
+"""Programs that many tests plan or compile, captured once a run, and the plans of those compiled, searched once.
 
 A capture takes longer than a small model's plan, rewriting and steps together, and tests of many wishes for one
 model ask for the same program again and again, each of the ranks of a test for itself. A process keeps what it has
 captured and writes it where all workers of a run and their ranks read it (`tests.support.written`).
 `autopar.capture.capture` itself is what it always is: its own tests, and whoever calls it, capture anew;
-`remembered` does the same once a run.
+`remembered` does the same once a run. What `autopar.compile` asks a search for is answered alike: tests of what
+compiled modules do have few plans, each many times. `autopar.plan` and `plan_captured` search anew.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +26,14 @@ import autopar.api
 import autopar.api.compiling
 from autopar._torch import pytree
 from autopar.capture import Captured, capture
+from autopar.ir.plan import Plan
+from autopar.ir.plan_json import from_json, to_json
+from autopar.options import PlanOptions
+from autopar.progress import Progress
+from cost_models.cluster import ClusterSpec
 from tests.support.written import UNWRITABLE, read, written
+
+T = TypeVar("T")
 
 _MOST = 64
 """Programs that are kept; the oldest goes first."""
@@ -34,6 +42,7 @@ FOLDER = "AUTOPAR_TESTS_PROGRAMS"
 """Variable that names the folder which the processes of a run share; without it each has what it captured itself."""
 
 _captured_for = autopar.api.captured_for
+_plan_captured = autopar.api.plan_captured
 _known: dict[bytes, tuple[Captured, str]] = {}
 
 
@@ -41,6 +50,7 @@ def remember_programs() -> None:
     """Let `autopar.plan` and `autopar.compile` take a program that this process has captured before."""
     autopar.api.captured_for = _remembered
     autopar.api.compiling.captured_for = _remembered
+    autopar.api.compiling.plan_captured = _planned
 
 
 def remembered(model: nn.Module, example_inputs: Any, *, training: bool = True, with_backward: bool = True) -> Captured:
@@ -68,7 +78,7 @@ def _known_or(key: bytes | None, make: Callable[[], Captured]) -> Captured:
         if found.joint.code == code:
             return found
     folder = os.environ.get(FOLDER)
-    found = _of_all(Path(folder) / key.hex(), make) if folder else make()
+    found = _of_all(Path(folder) / key.hex(), make, read, written) if folder else make()
     if not found.constants:
         _known[key] = found, found.joint.code
         if len(_known) > _MOST:
@@ -76,14 +86,30 @@ def _known_or(key: bytes | None, make: Callable[[], Captured]) -> Captured:
     return found
 
 
-def _of_all(path: Path, make: Callable[[], Captured]) -> Captured:
-    """Return the program of a file, or make it and write it there; who asks for the same in the meantime waits."""
+def _planned(captured: Captured, name: str, cluster: ClusterSpec, options: PlanOptions, progress: Progress) -> Plan:
+    """Return the plan that `autopar.api.plan_captured` does: equal requests have equal plans, to the byte."""
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return _plan_captured(captured, name, cluster, options, progress)
+    asked = repr((captured.graph, captured.joint.code, name, cluster, options))
+
+    def make() -> Plan:
+        return _plan_captured(captured, name, cluster, options, progress)
+
+    path = Path(folder) / f"plan-{hashlib.sha256(asked.encode()).hexdigest()}"
+    return _of_all(path, make, lambda data: from_json(data.decode(), path.name), lambda plan: to_json(plan).encode())
+
+
+def _of_all(
+    path: Path, make: Callable[[], T], read: Callable[[bytes], T | None], write: Callable[[T], bytes | None]
+) -> T:
+    """Return what a file holds, or make it and write it there; who asks for the same in the meantime waits."""
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = read(path.read_bytes()) if path.exists() else None
         if found is None:
             found = make()
-            data = written(found)
+            data = write(found)
             if data is not None:
                 path.with_suffix(".part").write_bytes(data)
                 path.with_suffix(".part").rename(path)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from autopar.api import plan_captured
+from autopar.ir.plan import Plan
+from autopar.ir.plan_json import to_json
+from autopar.options import PlanOptions
+from autopar.progress import Silent
+from cost_models.cluster import ClusterSpec
 from tests.support import remembering
 from tests.support.models import Mlp
 
@@ -91,3 +98,27 @@ def test_what_is_remembered_is_what_a_capture_gives():
     assert twice_asked[0] is twice_asked[1]
     assert twice_asked[0].graph == anew.graph
     assert twice_asked[0].joint.code == anew.joint.code
+
+
+def test_a_plan_that_was_searched_is_given_to_who_asks_for_equal_and_no_other(monkeypatch: pytest.MonkeyPatch):
+    searched = []
+
+    def search(*asked: Any) -> Plan:
+        searched.append(asked[3])
+        return plan_captured(*asked)
+
+    monkeypatch.setattr(remembering, "_plan_captured", search)
+    captured = remembering.remembered(Mlp(), (torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)))
+
+    def planned(name: str, **fix: int) -> Plan:
+        options = PlanOptions.parse(fix=fix)
+        return remembering._planned(captured, name, ClusterSpec.parse("cpu:2"), options, Silent())
+
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv(remembering.FOLDER, folder)
+        plans = [planned("Mlp", tp=2), planned("Mlp", tp=2), planned("Mlp", dp_replicate=2), planned("Other", tp=2)]
+
+    assert len(searched) == 3
+    assert to_json(plans[0]) == to_json(plans[1])
+    assert plans[2].decisions.degrees["dp_replicate"] == 2
+    assert plans[3].workload.model == "Other"
