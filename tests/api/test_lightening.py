@@ -115,7 +115,9 @@ def test_long_sequences_recompute_all_but_attention():
     assert found.estimates.step_time_s - most.step_time_s < 0.5 * (least.step_time_s - most.step_time_s)
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.25, marks=pytest.mark.slow), 0.5, pytest.param(0.75, marks=pytest.mark.slow)]
+)
 def test_the_ways_found_are_the_best_of_all_combinations(share: float):
     program = captured(48, 96, 32)
     most = planned(program, 1 << 30).estimates.peak_memory_bytes

@@ -60,7 +60,7 @@ def planned(spec: ClusterSpec, **options: object) -> Plan:
     return plan_captured(CAPTURED, "Deep", spec, PlanOptions.parse(**options), Silent())
 
 
-@pytest.mark.parametrize("memory", ["16 GiB", "8 MiB"])
+@pytest.mark.parametrize("memory", [pytest.param("16 GiB", marks=pytest.mark.slow), "8 MiB"])
 def test_the_free_plan_is_no_slower_than_any_choice_of_degrees(memory: str):
     spec = cluster(memory)
     free = planned(spec, memory_margin=0.0, gap=0.0)

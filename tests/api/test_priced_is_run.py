@@ -9,7 +9,7 @@ import pytest
 from autopar.api import plan_captured
 from autopar.capture import capture
 from autopar.capture.recompute import recomputed
-from autopar.models.hf_tiny import tiny
+from autopar.models.hf_tiny import BATCH, tiny
 from autopar.options import PlanOptions
 from autopar.progress import Silent
 from autopar.rewrite import rewrite
@@ -35,7 +35,7 @@ PLANS = [
 @pytest.mark.parametrize(("name", "cluster", "fix"), PLANS)
 def test_emitted_collectives_are_the_priced_ones(name: str, cluster: str, fix: dict[str, object]) -> None:
     spec = ClusterSpec.parse(cluster)
-    model, batch = tiny(name, batch=2 * spec.device_count)
+    model, batch = tiny(name, batch=12 if spec.device_count % 3 == 0 else BATCH)
     captured = remembered(model, batch)
     plan = plan_captured(captured, name, spec, PlanOptions.parse(fix=fix), Silent())
     if plan.decisions.recompute:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import inf
 
 import pytest
@@ -13,6 +14,7 @@ from autopar.api.proofs import Proofs
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import read_wishes
 from autopar.capture import Captured
+from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial, Uniform
@@ -62,9 +64,14 @@ def test_pipelines_that_wait_for_their_messages_are_proven_slower_than_one_stage
     assert found.solver.gap < 0.01
 
 
+@cache
+def planned_in_little_memory() -> Plan:
+    return planned(cluster("4 MiB"), memory_margin=0.0)
+
+
 @pytest.mark.parametrize("proving_s", [60.0, 0.0])
 def test_part_of_the_time_limit_is_kept_for_proofs(monkeypatch: pytest.MonkeyPatch, proving_s: float):
-    whole = planned(cluster("4 MiB"), memory_margin=0.0)
+    whole = planned_in_little_memory()
 
     def late(outer: Outer) -> None:
         monkeypatch.setattr(Outer, "left_s", 0.0)
