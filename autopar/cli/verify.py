@@ -75,7 +75,6 @@ def _on_rank(plan: Plan, model: str, options: PlanOptions, folder: Path) -> int:
 
     import torch
 
-    from autopar.api.verifying import verify_on_rank
     from autopar.models.values import resolve_with_values
 
     torch.set_num_threads(1)
@@ -84,6 +83,8 @@ def _on_rank(plan: Plan, model: str, options: PlanOptions, folder: Path) -> int:
         made, inputs = resolve_with_values(
             model, batch=options.batch, seq=options.seq, overrides=dict(options.set), seed=options.seed
         )
+        from autopar.api.verifying import verify_on_rank  # takes seconds: a model that cannot be made is told before
+
         checks = verify_on_rank(plan, made, inputs, folder)
     except AutoparError as error:
         if first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -242,6 +243,25 @@ def test_the_command_prints_a_line_a_check_and_ends_with_0(tmp_path: Path, capsy
     assert told["passed"]
     assert told["ranks"] == 2
     assert {each["name"] for each in told["checks"]} >= {"loss", "gradients", "state", "memory"}
+
+
+def as_a_rank(_rank: int, command: list[str]) -> int:
+    return main(command)
+
+
+def test_the_command_tells_that_the_plan_is_of_another_program(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "model.py").write_text(FACTORY)
+    plan = str(tmp_path / "plan.json")
+    assert main(["plan", f"{tmp_path / 'model.py'}:make", "-c", "cpu:2", "--fix", "tp=2", "-o", plan]) == 0
+    capsys.readouterr()
+
+    def on_ranks_that_are_there(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        pool.values(as_a_rank, command[command.index("autopar") + 1 :])
+        return subprocess.CompletedProcess(command, 0, b"", b"")
+
+    monkeypatch.setattr(subprocess, "run", on_ranks_that_are_there)
 
     assert main(["verify", plan, "zoo:mlp"]) == StalePlanError.exit_code
     assert "is stale" in capsys.readouterr().err
