@@ -60,9 +60,21 @@ def _main(
     for stream, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(log.with_suffix(suffix), os.O_CREAT | os.O_WRONLY), stream)
     sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
+    _remember(path)
     if before is not None:
         before()
     runpy.run_path(str(path), run_name="__main__")
+
+
+def _remember(path: Path) -> None:
+    """Let the ranks of a script share their captures; of two scripts, classes of one name may be unlike."""
+    from tests.support.remembering import FOLDER, remember_programs
+
+    if FOLDER in os.environ:
+        own = Path(os.environ[FOLDER]) / path.stem
+        own.mkdir(exist_ok=True)
+        os.environ[FOLDER] = str(own)
+        remember_programs()
 
 
 def _free_port() -> int:
