@@ -26,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph_module import _assign_attr as assign_attribute
@@ -74,6 +75,7 @@ __all__ = [
     "pytree",
     "recorded_side_effects",
     "storage_key",
+    "suggest_memory_format",
     "traced_stack",
     "wait_by",
     "without_effect",

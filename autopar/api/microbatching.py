@@ -60,6 +60,7 @@ def require_splittable(
         made = along[graph.representative(output.ref.op)].outputs[output.ref.index]
         changed, maker = graph.by_name.get(output.name), graph.by_name[output.ref.op]
         summed = made == Partial() and graph.meta(output.ref).is_floating
+        summed |= isinstance(made, Partial) and made.reduce in {"max", "min"}
         if changed is not None and output.kind == "mutation" and not isinstance(made, Replicate) and not summed:
             raise _updated_by_all(changed.target, maker)
         if changed is not None and changed.kind == "parameter" and isinstance(made, Shard):

@@ -1,8 +1,8 @@
 """Pipeline stages of a program: its blocks in the order they run, and the stage of every operator once it is cut.
 
 Forward operators are cut in program order, so that values only ever flow to the
-same or a later stage. Backward operators belong to the stage of the forward
-operator they come from, and gradients only ever flow to the same or an earlier one.
+same or a later stage; a frozen branch that is built like a trained one is cut where that is. Backward operators belong
+to the stage of the forward operator they come from, and gradients only ever flow to the same or an earlier one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import prod
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.roles import is_view, parameter_like
+from autopar.ir.twins import Twin, branch, lies_in, twins
 from autopar.suggest import did_you_mean
 
 _LARGE, _WHOLE = 1 / 8, 0.9
@@ -41,10 +42,13 @@ def units(graph: Graph) -> tuple[Unit, ...]:
 
     They are the children of module lists (`model.layers.7`), of the outer ones where lists are nested; without lists,
     the innermost modules that hold parameters. Operators of no block belong to the block running before them,
-    those before the first block to the first.
+    those before the first block to the first. Blocks of a frozen branch that is built like a trained one (a teacher
+    beside its student) belong to their counterparts.
     """
+    followers = [twin.frozen for twin in _twins(graph)]
     starts = _starts(graph, _block_paths(graph))
-    paths = sorted(starts, key=starts.__getitem__) or [""]
+    own = [path for path in starts if not any(lies_in(path, frozen) for frozen in followers)]
+    paths = sorted(own, key=starts.__getitem__) or [""]
     members: list[list[str]] = [[] for _ in paths]
     found = _forward_stages(graph, [[path] for path in paths])
     _add_backward(graph, found)
@@ -83,19 +87,20 @@ def too_many_stages(stages: int, found: Sequence[Unit], interleave: int = 1) -> 
     )
 
 
+@once_per_graph
 def _block_paths(graph: Graph) -> tuple[str, ...]:
     holders = {path for op in graph.ops if op.kind == "parameter" for path in _holders(graph, op)}
     modules = [op.module for op in graph.ops if _runs(op)]
     blocks = _rows(graph, holders)
     if blocks:
         return tuple(blocks)
-    used = {path for path in holders if any(_lies_in(module, path) for module in modules)}
-    return tuple(sorted(path for path in used if not any(path != q and _lies_in(q, path) for q in used)))
+    used = {path for path in holders if any(lies_in(module, path) for module in modules)}
+    return tuple(sorted(path for path in used if not any(path != q and lies_in(q, path) for q in used)))
 
 
 def _rows(graph: Graph, holders: Iterable[str], below: str = "") -> list[str]:
     """Return the children of the outermost module lists below a path; large ones are cut further where possible."""
-    inside = [path for path in holders if _lies_in(path, below)]
+    inside = [path for path in holders if lies_in(path, below)]
     depth = len(below.split(".")) if below else 0
     rows: dict[str, set[str]] = {}
     for path in inside:
@@ -104,13 +109,13 @@ def _rows(graph: Graph, holders: Iterable[str], below: str = "") -> list[str]:
             if parts[at].isdigit():
                 rows.setdefault(".".join(parts[:at]), set()).add(".".join(parts[: at + 1]))
     rows = {row: children for row, children in rows.items() if len(children) > 1}
-    outer = [row for row in rows if not any(row != r and _lies_in(row, r) for r in rows)]
+    outer = [row for row in rows if not any(row != r and lies_in(row, r) for r in rows)]
     forward = [op for op in graph.ops if _runs(op)]
     found: list[str] = []
     for child in sorted(child for row in outer for child in rows[row]):
-        own = [op.module for op in forward if _lies_in(op.module, child)]
+        own = [op.module for op in forward if lies_in(op.module, child)]
         inner = _rows(graph, inside, child) if len(own) > _LARGE * len(forward) else []
-        covered = sum(any(_lies_in(module, block) for block in inner) for module in own)
+        covered = sum(any(lies_in(module, block) for block in inner) for module in own)
         whole = covered >= _WHOLE * len(own) and _is_row(graph, inner)
         found += inner if inner and whole else [child] if own else []
     return found
@@ -128,9 +133,9 @@ def _feeds(graph: Graph, before: str, block: str) -> bool:
     for op in graph.ops:
         if _runs(op):
             read = any(ref.op in reached for ref in op.refs)
-            if read and _lies_in(op.module, block):
+            if read and lies_in(op.module, block):
                 return True
-            if read or (_lies_in(op.module, before) and op.name not in everywhere(graph)):
+            if read or (lies_in(op.module, before) and op.name not in everywhere(graph)):
                 reached.add(op.name)
     return False
 
@@ -224,7 +229,56 @@ def _forward_stages(graph: Graph, blocks: Sequence[Sequence[str]]) -> dict[str, 
         if _runs(op) and op.name in visible:
             current = max(current, begins.get(graph.position[op.name], current))
             found[op.name] = current
+    followers = [twin for twin in _twins(graph) if not any(lies_in(path, twin.frozen) for path in stages)]
+    for twin in followers:
+        _follow(graph, twin, stages, found)
+    if followers:
+        _settle(graph, found)
     return found
+
+
+@once_per_graph
+def _twins(graph: Graph) -> tuple[Twin, ...]:
+    """Return the frozen branches whose blocks run on the stages of another branch's blocks."""
+    paths = _block_paths(graph)
+    return twins(graph, _starts(graph, paths), _computed(graph))
+
+
+def _computed(graph: Graph) -> frozenset[str]:
+    """Return the forward operators that run on one stage only."""
+    runs = frozenset(op.name for op in graph.ops if _runs(op))
+    return (runs & _visible(graph)) - everywhere(graph)
+
+
+def _follow(graph: Graph, twin: Twin, stages: Mapping[str, int], found: dict[str, int]) -> None:
+    """Give the operators of a frozen branch the stages of their counterparts: of the block running then."""
+    blocks = [path for path in stages if lies_in(path, twin.trained)]
+    begins = _starts(graph, [twin.frozen + path[len(twin.trained) :] for path in blocks])
+    own = {at: stages[twin.trained + path[len(twin.frozen) :]] for path, at in begins.items()}
+    computed = _computed(graph)
+    members = branch(graph, twin.frozen, computed)
+    beside = (found[op.name] for op in graph.ops if op.name in computed and lies_in(op.module, twin.trained))
+    current = min(beside, default=0)
+    for op in graph.ops:
+        if op.name in members:
+            current = max(current, own.get(graph.position[op.name], current))
+            found[op.name] = current
+
+
+def _settle(graph: Graph, found: dict[str, int]) -> None:
+    """Move operators so that values flow to the same or a later stage.
+
+    What any stage may have for itself goes to the first that reads it, all else to the last that it reads from.
+    """
+    shared = everywhere(graph)
+    for op in reversed(graph.ops):
+        if op.name in found and op.name in shared:
+            found[op.name] = min(
+                (found[user] for user in graph.users[op.name] if user in found), default=found[op.name]
+            )
+    for op in graph.ops:
+        if op.name in found:
+            found[op.name] = max((found[op.name], *(found.get(ref.op, 0) for ref in op.refs)))
 
 
 @once_per_graph
@@ -360,10 +414,6 @@ def _holders(graph: Graph, op: Op) -> list[str]:
 
 def _runs(op: Op) -> bool:
     return op.kind == "call" and op.phase == "forward"
-
-
-def _lies_in(path: str, block: str) -> bool:
-    return not block or path == block or path.startswith(f"{block}.")
 
 
 def _longest(module: str, known: set[str]) -> str | None:

@@ -76,6 +76,9 @@ def _settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
     if not wanted:
         return None
     for node in wanted:
+        reduce = node.meta.get("reduce", "sum")
+        if reduce != "sum":
+            raise RewriteError(f"{mark(node).moves or mark(node).origin} needs the {reduce} over all micro-batches")
         trained = [
             each for each in sorted(ancestors([node])) if each.op == "placeholder" and not _is_given(each, graph)
         ]

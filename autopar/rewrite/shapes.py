@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar._torch import FakeTensorMode
 from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.in_memory import settled
 from autopar.rewrite.marks import mark
 from autopar.rewrite.outcomes import called
 
@@ -17,13 +18,15 @@ from autopar.rewrite.outcomes import called
 def propagate(gm: fx.GraphModule, names: Mapping[str, str], by: str) -> None:
     """Run the program on fake CPU tensors, leave each node's value in `meta["val"]`, compare its shape.
 
-    `names` says how to name operators to people; `by` is what made the program.
+    Inputs that lie in memory otherwise than their kernel reads them are copied. `names` says how to name operators
+    to people; `by` is what made the program.
 
     Raises:
         RewriteError: an operator refuses its local inputs, or makes another shape than its layout says.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values: dict[fx.Node, Any] = {}
+    copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
@@ -36,6 +39,7 @@ def propagate(gm: fx.GraphModule, names: Mapping[str, str], by: str) -> None:
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
             try:
                 with torch.no_grad():
+                    args = settled(node, args, copies)
                     values[node] = called(node, args, kwargs, mode)
             except Exception as error:
                 shown = [list(a.shape) if isinstance(a, torch.Tensor) else a for a in args]

@@ -66,24 +66,25 @@ def rewrite_stages(
         totals=totals.program if totals is not None else None,
         total_names=totals.names if totals is not None else (),
         outputs=tuple((name, _combined(in_time[name]) if name in in_time else how) for name, how in made.outputs),
-        summed=tuple(_summed_buffers(graph, decisions)),
+        joined=dict(_joined_buffers(graph, decisions)),
         dropped=decisions.outputs_dropped,
     )
 
 
-def _summed_buffers(graph: Graph, decisions: Decisions) -> Iterator[str]:
-    """Yield the buffers of whose new value each micro-batch makes a term."""
+def _joined_buffers(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, str]]:
+    """Yield the buffers of whose new value each micro-batch makes a term, and how terms are reduced to it."""
     for output in graph.outputs:
         if output.kind == "mutation" and output.ref is not None:
             made = decisions.operators.get(graph.representative(output.ref.op))
-            if made is not None and made.time is not None and made.time.outputs[output.ref.index] == Partial():
-                yield output.name
+            placed = None if made is None or made.time is None else made.time.outputs[output.ref.index]
+            if isinstance(placed, Partial):
+                yield output.name, placed.reduce
 
 
 def _combined(in_time: Placement) -> Combine:
     """Return how the micro-batches' parts make an output that lies so along time."""
     match in_time:
-        case Partial():
+        case Partial("sum"):
             return "sum"
         case Shard():
             return "stack"

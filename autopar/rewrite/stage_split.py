@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -45,7 +46,9 @@ def _second(late: Program, order: list[fx.Node], terms: Collection[fx.Node], apa
             and found.issuperset(users)
         ):
             found.add(node)
-    return found
+    # A list is no value that one half can hand to the other: its elements are taken where it is made.
+    first = late.nodes - found
+    return {node for node in found if node.target is not operator.getitem or node.all_input_nodes[0] not in first}
 
 
 def _part(late: Program, nodes: set[fx.Node], passed: Collection[fx.Node]) -> Program:

@@ -105,8 +105,9 @@ class Traffic:
             here = self._makes_itself(node, home.stage)
             if not here and self.homes.of.get(node) != home:
                 continue
-            if here and early is not None and node in early.nodes and node.op == "call_function":
-                continue
+            is_value = node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor)
+            if here and early is not None and node in early.nodes and is_value:
+                continue  # of a list only the elements can be kept: backward takes it apart again for others
             program.nodes.add(node)
             if here:
                 program.local.add(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
@@ -112,8 +112,8 @@ class StagedPrograms:
     outputs: tuple[tuple[str, Combine], ...] = ()
     """How the micro-batches' outputs make the step's: summed, laid end to end along dimension 0, or any of them."""
 
-    summed: tuple[str, ...] = ()
-    """Buffers whose new value is the sum of what the micro-batches give for it."""
+    joined: Mapping[str, str] = field(default_factory=dict)
+    """Buffers whose new value is made of what the micro-batches give for it, by `sum`, `max` or `min`."""
 
     dropped: tuple[str, ...] = ()
     """Outputs that steps of training do not put together."""

@@ -250,9 +250,9 @@ class _InTime(_Step):
 
     def all_reduce(self, value: fx.Node) -> fx.Node:
         value, reduce = self._summand(value)
-        if reduce != "sum":
-            raise self._impossible()
-        return self._move(over_microbatches, value)
+        joined = self._move(over_microbatches, value)
+        joined.meta["reduce"] = reduce
+        return joined
 
     def all_gather(self, value: fx.Node) -> fx.Node:
         raise self._impossible()

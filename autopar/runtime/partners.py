@@ -26,9 +26,14 @@ class Partners:
 
     @classmethod
     def of(cls, model: nn.Module, elsewhere: Collection[str]) -> Partners:
-        """Return the frozen parameters of this rank with a partner among the names of other ranks' parameters."""
+        """Return the frozen parameters of this rank with a partner among the names of other ranks' parameters.
+
+        Those that have a trained one like them on this rank are left out.
+        """
         frozen = [(each, name) for name, each in model.named_parameters() if not each.requires_grad]
         away = {form: other for other in elsewhere for form in _forms(other)} if frozen else {}
+        here = {form for name, each in model.named_parameters() if each.requires_grad for form in _forms(name)}
+        frozen = [(each, name) for each, name in frozen if here.isdisjoint(_forms(name))]
         found = [(each, name, next((away[f] for f in _forms(name) if f in away), "")) for each, name in frozen]
         return cls(tuple(each for each in found if each[2]))
 

@@ -197,7 +197,7 @@ class StagedBound:
             tied=tied,
             graded_inputs=[start.name for start in self._graded_inputs],
             one=self._unit_tangent(),
-            summed=frozenset(staged.summed),
+            joined=staged.joined,
         )
 
     def _unit_tangent(self) -> torch.Tensor | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,8 +90,15 @@ class Sources:
     one: torch.Tensor | None
     """The tangent of the loss."""
 
-    summed: Collection[str] = ()
-    """Buffers whose new value is the sum of what micro-batches give for it."""
+    joined: Mapping[str, str] = field(default_factory=dict)
+    """Buffers whose new value is made of what micro-batches give for it, and by which reduction."""
+
+
+_JOIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 class Step:
@@ -202,8 +209,8 @@ class Step:
         for name, new in made.mutations.items():
             maker, held = self._mutations.get(name, (action.stage, None))
             if maker == action.stage:
-                summed = new if held is None or name not in sources.summed else held + new
-                self._mutations[name] = maker, summed
+                how = sources.joined.get(name)
+                self._mutations[name] = maker, new if held is None or how is None else _JOIN[how](held, new)
         stage = self._way.stages[action.stage]
         for name, gradient in made.gradients.items():
             if name in sources.inputs:

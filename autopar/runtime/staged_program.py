@@ -166,8 +166,8 @@ class StagedPrograms(Protocol):
         """Return the user outputs, and how micro-batches' parts make each: `sum`, `stack` or `same`."""
 
     @property
-    def summed(self) -> Collection[str]:
-        """Return the buffers whose new value is the sum of what the micro-batches give for it."""
+    def joined(self) -> Mapping[str, str]:
+        """Return the buffers whose new value is made of what the micro-batches give for it: by `sum`, `max`, `min`."""
 
     @property
     def dropped(self) -> Sequence[str]:

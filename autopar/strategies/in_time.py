@@ -10,6 +10,7 @@ from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 from autopar.ir.placement import Placement, Replicate, Shard
 from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
+from autopar.strategies.extremes import extreme
 from autopar.strategies.following import mismatch
 from autopar.strategies.own_rows import ANY, RULES, Fact, MixedRows, Seen, facts_of, is_ascending, linear
 
@@ -172,7 +173,7 @@ class _Follower:
             self._known.setdefault(rep, {})[tuple(self._placed[numbers[ref]] for ref in op.refs)] = made
 
     def _found(self, seen: Seen, rep: str) -> tuple[Strategy, tuple[Fact, ...]]:
-        own = RULES[seen.op.target](seen) if seen.op.target in RULES else linear(seen)
+        own = RULES[seen.op.target](seen) if seen.op.target in RULES else extreme(seen) or linear(seen)
         if own is not None:
             return own
         mine = self._follow.get(rep) or self._plain(seen, rep)

@@ -94,6 +94,37 @@ def test_with_weight_gradients_apart_results_are_the_same(name: str, wholes):
         assert {item.kind for item in program.weights_gives} <= {"gradient"}
 
 
+class Packed(nn.Module):
+    """Layers whose one weight is for what comes from the layer before and for a table of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(5, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        for table, layer in zip(self.tables, self.layers, strict=True):
+            own, other = layer.weight.split([8, 8])
+            x = (x @ own + table(places) @ other).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("gather", [None, "once", "per_phase"])
+@pytest.mark.parametrize("halves", [False, True])
+def test_parts_of_a_weight_are_taken_where_it_is_split(gather: Gather | None, halves: bool):
+    whole = Whole.of(Packed(), (torch.randn(4, 8), torch.randint(0, 5, (4,))))
+    decisions, ranks = decide(whole.captured.graph, mesh_of()), 1
+    if gather is not None:
+        options, ranks = PlanOptions.parse(fix={"dp_shard": 2, "zero": 3}), 2
+        decisions = plan_captured(whole.captured, "model", ClusterSpec.parse("cpu:2"), options, Silent()).decisions
+        parameters = {name: replace(each, gather=gather) for name, each in decisions.parameters.items()}
+        decisions = replace(decisions, parameters=parameters)
+
+    pipeline = run_stages(whole, decisions, evenly(whole, 3), ranks, split_backward=halves)
+
+    require_equal(pipeline, whole.run(), ranks)
+
+
 @pytest.mark.parametrize("name", ["plain", "tied", "translator", "vision"])
 def test_the_operators_priced_as_weight_gradients_are_those_that_run_apart(name: str, wholes):
     whole, _ = wholes[name]

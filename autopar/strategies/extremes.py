@@ -1,0 +1,22 @@
+"""Running maxima and minima over micro-batches: a value that all share, beside one of which each has its term."""
+
+from __future__ import annotations
+
+from autopar.ir.placement import Partial, Replicate
+from autopar.strategies.own_rows import Fact, Found, Seen
+
+_OF = {"aten.maximum.default": "max", "aten.minimum.default": "min"}
+
+
+def extreme(seen: Seen) -> Found | None:
+    """Return what the larger of two values is, where one is the largest of all samples': again such, term by term.
+
+    The other may be whole: the largest of `max(a, b1)` and `max(a, b2)` is `max(a, b1, b2)`. `None` for all other
+    operators.
+    """
+    reduce = _OF.get(seen.op.target)
+    terms = [slot for slot, now in enumerate(seen.now) if reduce is not None and now == Partial(reduce)]
+    if not terms or any(now not in {Partial(reduce or ""), Replicate()} for now in seen.now):
+        return None
+    made = Partial(reduce or "")
+    return seen.call.strategy(dict.fromkeys(terms, made), {0: made}), (Fact(),)
