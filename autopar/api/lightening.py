@@ -39,10 +39,13 @@ as where all blocks are alike, and gain little.
 """
 
 
-def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s: float) -> Solved | None:
+def lighter(
+    solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s: float, others: Sequence[Pipelined] = ()
+) -> Solved | None:
     """Return a faster plan on the mesh of a solved trial that recomputes all, which recomputes less; `None` if none.
 
-    None is tried that is not foreseen to take less than `best_s`.
+    None is tried that is not foreseen to take less than `best_s`. `others` are further ways to run its stages: one that
+    is slower with all recomputed may hold fewer micro-batches at a time, and so recompute less.
     """
     if one.outcome is None or one.trial.recompute != "full":
         return None
@@ -50,7 +53,8 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s
     if not again.paths:
         return None
     ways = _ways(again)
-    rooms = list(_staged_rooms(again, one.outcome, one.pipeline) if one.pipeline else _rooms(again))
+    one = _promising(solving, again, ways, one, others)
+    rooms = _all_rooms(again, one)
     ends = time.process_time() + left_s
     least = max(room.held_bytes for room in rooms)
     low, limit, best = least, float(solving.budget), None
@@ -61,8 +65,8 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s
         left_s = ends - time.process_time()
         if chosen is None or recompute == "full" or left_s <= 0:
             break
-        saved_s = float((ways.seconds[:, -1] - ways.seconds[np.arange(len(chosen)), chosen]).sum())
-        foreseen_s = one.step_s - saved_s * one.trial.microbatches / one.trial.depth
+        saved_s = _saved_s(ways, chosen)
+        foreseen_s = _foreseen_s(one, saved_s)
         if foreseen_s > best_s * (1.0 - _IDLE * solving.options.gap) or saved_s <= gained_s:
             break
         foreseen = max(held(ways, room, chosen) for room in rooms)
@@ -81,6 +85,32 @@ def lighter(solving: Solving, wishes: Wishes, one: Solved, left_s: float, best_s
         anew = _solved(solving, wishes, best, best.trial.recompute, ends - time.process_time())
         return anew or best
     return best
+
+
+def _promising(solving: Solving, again: Again, ways: Ways, one: Solved, others: Sequence[Pipelined]) -> Solved:
+    """Return a trial in the way to run its stages that is foreseen to be fastest where less is recomputed."""
+
+    def foreseen_s(each: Solved) -> float:
+        chosen = cheapest(ways, _all_rooms(again, each), float(solving.budget))
+        return inf if chosen is None else _foreseen_s(each, _saved_s(ways, chosen))
+
+    found = [one, *(replace(one, pipeline=each, step_s=each.step_s) for each in others)]
+    return min(found, key=foreseen_s) if others else one
+
+
+def _saved_s(ways: Ways, chosen: Sequence[int]) -> float:
+    """Return what a micro-batch saves of recomputing all, through all stages."""
+    return float((ways.seconds[:, -1] - ways.seconds[np.arange(len(chosen)), list(chosen)]).sum())
+
+
+def _foreseen_s(one: Solved, saved_s: float) -> float:
+    return one.step_s - saved_s * one.trial.microbatches / one.trial.depth
+
+
+def _all_rooms(again: Again, one: Solved) -> list[Room]:
+    if one.pipeline is None or one.outcome is None:
+        return list(_rooms(again))
+    return list(_staged_rooms(again, one.outcome, one.pipeline))
 
 
 def _peak(found: Solved) -> int:

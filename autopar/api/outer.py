@@ -10,23 +10,22 @@ fast the machine is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heapreplace
-from itertools import product
 from math import ceil, inf
 
 from autopar.api.estimating import Estimates
 from autopar.api.kinds import kind_of, shape_of, varied
 from autopar.api.lightening import lighter
-from autopar.api.pipelining import Wanted
+from autopar.api.pipelining import Pipelined, Wanted
 from autopar.api.proofs import Best, Proofs
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting, interrupted, left_out, ruled_out
 from autopar.api.wishes import Wishes
 from autopar.figures import format_bytes
 from autopar.progress import Progress
 from autopar.search.ilp import Solution
-from autopar.search.meshes import Candidate, Role
+from autopar.search.meshes import freer
 from autopar.search.trials import Recompute, Trial, near_sizes
 
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
@@ -55,9 +54,6 @@ _TO_PROVE = 0.2
 
 _TO_LIGHTEN = 0.15
 """The same for recomputing less, where a plan that recomputes everything may become the best by that."""
-
-_IN_FREE: tuple[Role, ...] = ("tp", "dp_replicate", "dp_shard")
-"""Roles of axes that do nothing which free ones cannot."""
 
 _BOUNDED = 400
 """Trials at most whose blocks are bounded as a fluid."""
@@ -367,7 +363,7 @@ class Outer:
             if foreseen_s >= self.best_s * (1.0 - self.solving.options.gap):
                 continue
             self.progress.phase("recompute less")
-            found = lighter(self.solving, self.wishes, one, self.left_s, self.best_s)
+            found = lighter(self.solving, self.wishes, one, self.left_s, self.best_s, self._reruns(one))
             if found is not None:
                 self.solved.append(found)
             off = max(off, (one if found is None else found).step_s * self._slack(one.trial) / one.step_s)
@@ -377,6 +373,14 @@ class Outer:
                 own = one.solution.bound_s if isinstance(one.trial.recompute, str) else inf
                 bound = min(own, self._lightest_s(one.trial))
                 one.solution = replace(one.solution, bound_s=bound)
+
+    def _reruns(self, one: Solved) -> list[Pipelined]:
+        """Return a pipeline in other schedules, each that fits."""
+        if one.pipeline is None or not self.wishes.schedule_is_open:
+            return []
+        ways = dict.fromkeys([self.wishes.wanted(one.trial.depth), *self._other_schedules(one.trial)])
+        found = (self.solving.recut(one, [each]) for each in ways if each != one.pipeline.wanted)
+        return [each for each in found if each is not None]
 
     def _prove(self) -> None:
         """Relax, nothing recomputed and memory no limit, the trials that leave the most room below the best plan."""
@@ -461,7 +465,7 @@ class Outer:
         """Return a bound from what was relaxed before."""
         found = [self._free_s.get(_kin(replace(trial, recompute="none")), 0.0), self._estimates.bound_s(trial)]
         # Stages on their mesh, one after another, are the whole program on it.
-        whole_s = max(self._free_s.get(_kin(Trial(ranks)), 0.0) for ranks in _freer(trial.ranks))
+        whole_s = max(self._free_s.get(_kin(Trial(ranks)), 0.0) for ranks in freer(trial.ranks))
         return max(*found, whole_s / self.solving.at_once(trial))
 
     def _give_up(self, trials: Iterable[Trial]) -> None:
@@ -476,19 +480,6 @@ class Outer:
             late = bound < inf and self.best is None and self.left_s <= 0
             solution = Solution("time_limit" if late else "cutoff", (), inf, bound)
             self.solved.append(Solved(trial, solution, why_not=WHY_NOT["time_limit"] if late else why))
-
-
-def _freer(ranks: Candidate) -> Iterator[Candidate]:
-    """Yield a mesh and those with free axes in place of some: these can do whatever it can."""
-    beside_experts = any(axis.role == "ep" for axis in ranks)  # some of what axes are there, free ones are not
-    yield from product(
-        *(
-            [axis]
-            if axis.role not in _IN_FREE or (beside_experts and axis.role != "tp")
-            else [axis, replace(axis, role="free")]
-            for axis in ranks
-        )
-    )
 
 
 def _kin(trial: Trial) -> tuple[object, ...]:

@@ -311,9 +311,9 @@ class Ilp:
         """Return a bound that no assignment beats, from relaxations alone; infinite if none fits in memory.
 
         Where the assignment nearest to the relaxation does not fit, its peak becomes a memory row, so that a
-        hopeless table shows as one here already.
+        hopeless table shows as one here already. Where time is short, the bound is that of no data moved.
         """
-        bound = free = 0.0
+        bound = free = self._unmoved_s()
         solver = self.relaxation(limits)
         for number in range(_MEMORY_ROUNDS):
             solver.run()
@@ -322,7 +322,7 @@ class Ilp:
                 return Relaxed(np.inf, free)
             if status != highspy.HighsModelStatus.kOptimal:
                 return Relaxed(bound, free)
-            bound = float(solver.getInfo().objective_function_value)
+            bound = max(bound, float(solver.getInfo().objective_function_value))
             free = free if number else bound
             options = self._nearest(np.array(solver.getSolution().col_value))
             curve = memory_curve(self.table, options, self.copies(options))
@@ -331,6 +331,10 @@ class Ilp:
                 return Relaxed(bound, free)
             self.bound_memory(solver, self.table.memory_row(peak), limits.memory_bytes)
         return Relaxed(bound, free)
+
+    def _unmoved_s(self) -> float:
+        """Return what each node's fastest option takes, one after another."""
+        return float(sum((node.seconds.sum(axis=1) + node.optimizer_s).min() for node in self.table.nodes))
 
     def _nearest(self, values: Floats) -> tuple[int, ...]:
         return tuple(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Literal
 
@@ -18,6 +19,9 @@ _OF_SOME: tuple[Role, ...] = ("cp", "ep")
 
 _ORDER: tuple[Role, ...] = ("microbatch", "dp_replicate", "dp_shard", "cp", "ep", "free", "tp")
 """Of axes on the levels of links, outermost first: who communicates most is innermost."""
+
+_IN_FREE: tuple[Role, ...] = ("tp", "dp_replicate", "dp_shard")
+"""Roles of axes that do nothing which free ones cannot."""
 
 _FREE_LIMIT = 16
 """World sizes up to which an axis over all devices is free; beyond, it is data parallel, and freedom stays inside."""
@@ -110,6 +114,19 @@ def _assemble(known: Mapping[str, int], extra: Mapping[Role, int]) -> Candidate 
 def in_order(mesh: Iterable[MeshAxis]) -> Candidate:
     """Return axes in the order in which they lie on the levels of links."""
     return tuple(sorted(mesh, key=lambda axis: _ORDER.index(axis.role)))
+
+
+def freer(ranks: Candidate) -> Iterator[Candidate]:
+    """Yield a mesh and those with free axes in place of some: these can do whatever it can."""
+    beside_experts = any(axis.role == "ep" for axis in ranks)  # some of what axes are there, free ones are not
+    yield from product(
+        *(
+            [axis]
+            if axis.role not in _IN_FREE or (beside_experts and axis.role != "tp")
+            else [axis, replace(axis, role="free")]
+            for axis in ranks
+        )
+    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import product
 from math import inf
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from autopar.api import lightening
 from autopar.api.floors import names_again
 from autopar.api.planning import Planner, Program
 from autopar.api.solving import Solved, Solving
@@ -22,7 +27,9 @@ from autopar.errors import InfeasibleError, StalePlanError
 from autopar.ir.plan import Plan
 from autopar.models.zoo.gpt import GptSettings
 from autopar.options import PlanOptions
+from autopar.search.ilp import Solution
 from autopar.search.meshes import MeshAxis
+from autopar.search.recomputing import Room, Ways
 from autopar.search.trials import Recompute, Trial
 from tests.support.ranks import RankPool
 from tests.support.remembering import remembered
@@ -140,6 +147,42 @@ def _solved(solving: Solving, recompute: Recompute) -> Solved:
     wishes = read_wishes(solving.options)
     bounded = solving.bound(Trial(MESH, 1, recompute), wishes, 60.0)
     return bounded if isinstance(bounded, Solved) else solving.solve(bounded, wishes, (), inf, 60.0)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A way to run stages."""
+
+    name: str
+    step_s: float
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@pytest.mark.parametrize(("budget_bytes", "fastest"), [(250, "few in flight"), (1000, "many in flight"), (99, "first")])
+def test_stages_run_in_the_schedule_that_leaves_room_for_less_recomputation(
+    monkeypatch: pytest.MonkeyPatch, budget_bytes: int, fastest: str
+):
+    """Where memory is short, a schedule with a longer bubble and fewer micro-batches in flight recomputes less."""
+    ways = Ways(np.array([[0.0, 1.0]] * 2), np.array([[100.0, 0.0]] * 2))
+    flying = {"first": 9.0, "many in flight": 4.0, "few in flight": 1.0}
+
+    def rooms(_: object, one: Solved) -> list[Room]:
+        return [Room(100.0 if budget_bytes < 100 else 50.0, np.full(2, flying[name_of(one)]))]
+
+    def name_of(one: Solved) -> str:
+        return "first" if one.pipeline is None else str(one.pipeline)
+
+    monkeypatch.setattr(lightening, "_all_rooms", rooms)
+    one = Solved(Trial(MESH, 2, "full"), Solution("gap", (0,), 12.0, 0.0), step_s=12.0)
+    others: Any = [Named("many in flight", 11.0), Named("few in flight", 11.5)]
+    solving: Any = SimpleNamespace(budget=budget_bytes)
+    again: Any = None
+
+    found = lightening._promising(solving, again, ways, one, others)
+
+    assert name_of(found) == fastest
 
 
 def test_what_is_kept_is_nothing_that_runs_again():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,26 @@ def test_rows_added_to_a_running_relaxation_bound_as_much_as_from_the_start(
     assert found.bound_s == pytest.approx(from_the_start.bound_s, rel=1e-6, abs=1e-9)
     assert found.free_s <= found.bound_s * (1 + 1e-6) + 1e-9
     assert found.bound_s <= exhaustive(table, budget) * (1 + 1e-6) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_relaxation_that_is_stopped_still_bounds(monkeypatch: pytest.MonkeyPatch, seed: int):
+    table = make_table(np.random.default_rng(seed), 5, 5)
+    whole = Ilp.relaxation
+
+    def stopped(program: Ilp, limits: Limits) -> Any:
+        solver = whole(program, limits)
+        solver.setOptionValue("presolve", "off")
+        solver.setOptionValue("simplex_iteration_limit", 0)
+        return solver
+
+    full = Ilp(table).relaxed(Limits(memory_bytes=1e9))
+    monkeypatch.setattr(Ilp, "relaxation", stopped)
+
+    found = Ilp(table).relaxed(Limits(memory_bytes=1e9))
+
+    assert 0.0 < found.bound_s <= full.bound_s * (1 + 1e-9)
+    assert found.free_s == found.bound_s < full.free_s
 
 
 @settings(max_examples=40, deadline=None)
