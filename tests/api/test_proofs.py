@@ -8,7 +8,7 @@ from math import inf
 import pytest
 import torch
 
-from autopar.api.outer import Outer, _freer
+from autopar.api.outer import Outer
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
 from autopar.api.solving import Solved, Solving
@@ -140,15 +140,3 @@ def test_the_whole_program_on_a_stages_mesh_bounds_its_pipelines(microbatches: i
     solved = solving.solve(priced, proof.wishes, WAYS, inf, 60.0)
 
     assert proof.best(given, WAYS, 0.0).step_s < whole.free_s / solving.at_once(given) <= solved.step_s
-
-
-def test_free_axes_bound_what_data_and_tensor_parallel_ones_can_do():
-    """Meshes that are settled need no relaxation of their own to be proven slower."""
-    mesh = (MeshAxis("dp_replicate", 2), MeshAxis("tp", 2))
-
-    assert list(_freer(mesh)) == [
-        mesh, (mesh[0], MeshAxis("free", 2)), (MeshAxis("free", 2), mesh[1]), (MeshAxis("free", 2),) * 2
-    ]  # fmt: skip
-    assert list(_freer((MeshAxis("cp", 2),))) == [(MeshAxis("cp", 2),)]
-    experts = (MeshAxis("dp_shard", 2), MeshAxis("ep", 2))
-    assert list(_freer(experts)) == [experts]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.search.meshes import candidates
+from autopar.search.meshes import MeshAxis, candidates, freer
 from autopar.search.trials import in_time
 
 
@@ -70,3 +70,15 @@ def test_data_parallelism_lies_outside_what_tokens_and_experts_are_split_over(fi
     for mesh in in_time(candidates(64, 8, fixed, ()), 64, 1, 1):
         kinds = [axis.role for axis in mesh]
         assert "dp_shard" not in kinds or kinds.index("dp_shard") < kinds.index(role)
+
+
+def test_free_axes_bound_what_data_and_tensor_parallel_ones_can_do():
+    """Meshes that are settled need no relaxation of their own to be proven slower."""
+    mesh = (MeshAxis("dp_replicate", 2), MeshAxis("tp", 2))
+
+    assert list(freer(mesh)) == [
+        mesh, (mesh[0], MeshAxis("free", 2)), (MeshAxis("free", 2), mesh[1]), (MeshAxis("free", 2),) * 2
+    ]  # fmt: skip
+    assert list(freer((MeshAxis("cp", 2),))) == [(MeshAxis("cp", 2),)]
+    experts = (MeshAxis("dp_shard", 2), MeshAxis("ep", 2))
+    assert list(freer(experts)) == [experts]

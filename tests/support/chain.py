@@ -84,7 +84,7 @@ class Staged:
     total_names: tuple[str, ...]
     outputs: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...] = ()
-    summed: tuple[str, ...] = ()
+    joined: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
