@@ -126,6 +126,7 @@ class Outer:
                 self._lighten()
             if others:
                 self._prove_again()
+            self._raise_bounds()
         except KeyboardInterrupt:
             self.interrupted = True
             known = {one.trial for one in self.solved}
@@ -429,6 +430,13 @@ class Outer:
                 least.solution, least.why_not = found.solution, found.why_not
             elif bound_s > least.solution.bound_s:
                 least.solution = replace(least.solution, bound_s=min(bound_s, least.step_s))
+
+    def _raise_bounds(self) -> None:
+        """Give each trial the best bound known by now: what was relaxed after it was given up may bound it, too."""
+        for one in self.solved:
+            known_s = self._lightest_s(one.trial) if self._is_open(one) else self._known_bound_s(one.trial)
+            if one.solution.status != "infeasible" and one.solution.bound_s < known_s < inf:
+                one.solution = replace(one.solution, bound_s=min(known_s, one.step_s))
 
     def _is_good(self, bound_s: float) -> bool:
         return bound_s >= self.best_s * (1.0 - self.solving.options.gap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import inf
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.api import plan_captured
-from autopar.api.outer import Outer
+from autopar.api.outer import Outer, _kin
 from autopar.api.planning import Planner, Program
 from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
@@ -241,6 +242,23 @@ def test_stages_that_reach_into_a_node_are_told_with_numbers_of_stages_that_do_n
         "node and part of another, so that links between its ranks differ; take "
         f"pp={pipelines}, or nodes whose number divides by 2"
     )
+
+
+def test_trials_given_up_are_bounded_by_what_was_relaxed_since():
+    """A proof is as good as its worst bound, and time may end before each trial had its own."""
+    search, mesh = outer(), (MeshAxis("dp_shard", 4),)
+    free = Trial((MeshAxis("free", 4),))
+    given_up, faster, hopeless = Trial(mesh, 1, "full"), Trial(mesh), Trial(mesh, 2)
+    search.solved = [
+        Solved(given_up, Solution("cutoff", (), inf, 0.0)),
+        Solved(faster, Solution("gap", (0,), 0.7, 0.2), Mock(), 0.7),
+        Solved(hopeless, Solution("infeasible", (), inf, inf)),
+    ]
+    search._free_s = {_kin(free): 0.75}
+
+    search._raise_bounds()
+
+    assert [one.solution.bound_s for one in search.solved] == [0.75, 0.7, inf]
 
 
 def test_sizes_of_micro_batches_near_the_best_are_tried_though_their_estimates_are_slow():
