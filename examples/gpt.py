@@ -1,6 +1,7 @@
 """A small GPT, planned beforehand and trained under torchrun: what `make demo` runs.
 
-    autopar cluster detect --cpu-ranks 4 -o out/cluster.yaml
+    autopar cluster detect --cpu-ranks 4 --calibration calibration.json -o out/cluster.yaml
+    autopar calibrate --quick -c out/cluster.yaml -o out/calibration.json
     autopar plan examples/gpt.py:build -c out/cluster.yaml --batch 16 -o out/demo.json
     autopar run out/demo.json -- examples/gpt.py --steps 20
 

@@ -47,8 +47,8 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
     return subprocess.run([*command, "-m", "autopar", *arguments], env=variables, check=False).returncode
 
 
-def measured(spec: ClusterSpec | None) -> Calibration | None:
-    """Return what the ranks found, on the first of them; none on the others.
+def measured(spec: ClusterSpec | None, *, quick: bool = False) -> Calibration | None:
+    """Return what the ranks found, on the first of them; none on the others. `quick`: of fewer sizes and runs.
 
     Raises:
         UsageError: the ranks are not those of the cluster's inner levels.
@@ -57,6 +57,7 @@ def measured(spec: ClusterSpec | None) -> Calibration | None:
     import torch.distributed as dist
 
     from autopar.runtime.measure_cores import measure_cores
+    from autopar.runtime.measure_effort import QUICK, THOROUGH
     from autopar.runtime.measure_kernels import hardware, measure_kernels
     from autopar.runtime.measure_links import measure_links
     from autopar.runtime.ranks import Ranks
@@ -67,10 +68,12 @@ def measured(spec: ClusterSpec | None) -> Calibration | None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world_size)))
     spec = (spec or _detected(ranks.world_size, local)).alone
     levels = _measured_levels(spec, ranks.world_size, local)
-    cores = measure_cores(ranks)
+    effort = QUICK if quick else THOROUGH
+    cores = measure_cores(ranks, effort)
     shared = _Sharing(cores.value, cores.ranks) if cores else _Sharing()
-    kernels = _slowest(list(ranks.gather(shared.in_turns(ranks, lambda: measure_kernels(ranks.device)))))
-    links = measure_links({each.name: each.fanout for each in levels}, ranks) if ranks.world_size > 1 else []
+    kernels = _slowest(list(ranks.gather(shared.in_turns(ranks, lambda: measure_kernels(ranks.device, effort)))))
+    fanouts = {each.name: each.fanout for each in levels}
+    links = measure_links(fanouts, ranks, effort) if ranks.world_size > 1 else []
     if dist.is_initialized():
         dist.barrier()
     if ranks.rank:

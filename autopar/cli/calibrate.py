@@ -28,6 +28,7 @@ def calibrate(
         list[Path] | None,
         typer.Option("--from-nccl-tests", metavar="FILE", help="Output of nccl-tests, instead of measuring."),
     ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller sizes: a fifth of the time.")] = False,
 ) -> int:
     """Measure this machine: matmuls, memory, launches, collectives on every link level.
 
@@ -44,9 +45,9 @@ def calibrate(
     if from_nccl_tests:
         found = imported(from_nccl_tests, spec)
     elif is_launched(os.environ):
-        found = measured(spec)
+        found = measured(spec, quick=quick)
     else:
-        return launch(_node_ranks(spec, ranks), _arguments(output, cluster))
+        return launch(_node_ranks(spec, ranks), _arguments(output, cluster, quick=quick))
     if found is not None:
         sys.stderr.write(calibration_text(found))
         write(found.to_json(), output)
@@ -59,8 +60,8 @@ def _node_ranks(spec: ClusterSpec | None, ranks: int | None) -> int:
     return ranks or (spec or ClusterSpec.detect()).devices_per_node
 
 
-def _arguments(output: Path | None, cluster: str | None) -> list[str]:
-    found = ["calibrate"]
+def _arguments(output: Path | None, cluster: str | None, *, quick: bool) -> list[str]:
+    found = ["calibrate", *(["--quick"] if quick else [])]
     if output is not None:
         found += ["-o", str(output)]
     if cluster is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,12 +75,15 @@ def detect(
         int | None,
         typer.Option("--cpu-ranks", metavar="N", min=1, help="So many CPU ranks; they share cores if these are fewer."),
     ] = None,
+    calibration: Annotated[
+        str, typer.Option(metavar="FILE", help="Named in the cluster file, whose figures are then measured ones.")
+    ] = "",
     as_json: _AsJson = False,
 ) -> int:
     """Print this machine as a cluster file."""
     from cost_models.cluster import ClusterSpec
 
-    write(_document(ClusterSpec.detect(cpu_ranks), as_json), output)
+    write(_document(replace(ClusterSpec.detect(cpu_ranks), calibration=calibration), as_json), output)
     return 0
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.measure_effort import THOROUGH, Effort
 from autopar.runtime.measure_kernels import Clock, copies
 from autopar.runtime.ranks import Ranks
 
-_ROUNDS = 7
 _ROUND_S = 0.4
 """Long enough for the system's scheduler to share cores evenly."""
 
@@ -41,7 +41,7 @@ class MeasuredCores:
         return min(float(self.ranks), statistics.median(self.cores))
 
 
-def measure_cores(ranks: Ranks) -> MeasuredCores | None:
+def measure_cores(ranks: Ranks, effort: Effort = THOROUGH) -> MeasuredCores | None:
     """Return how many ranks' worth of work the ranks of a machine do at once; all ranks must call this.
 
     `None` on devices other than CPU cores, for machines of one rank, and where machines have unlike numbers of ranks or
@@ -52,7 +52,7 @@ def measure_cores(ranks: Ranks) -> MeasuredCores | None:
         return None
     products = _Products()
     found: list[tuple[float, ...]] = []
-    for _ in range(_ROUNDS):
+    for _ in range(effort.runs):
         alone = ranks.gather(_rate(products, at_work=ranks.rank % size == 0))
         together = ranks.gather(_rate(products, at_work=True))
         firsts = range(0, ranks.world_size, size)

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.runtime.measure_effort import THOROUGH, Effort
+
 Sample = dict[str, Any]
 """A kernel, its sizes, and `seconds`: one figure a run."""
 
-_RUNS = 7
 _WARM_UP = 2
-_LONGEST_S = 0.3
-"""Sizes that would take longer at the rate of those before are left out."""
 
 _MIB = 2**20
 _UNCACHED_BYTES = 96 * _MIB
@@ -43,9 +42,13 @@ _ATTENTIONS = ((2, 4, 128, 64), (4, 8, 256, 64), (4, 16, 1024, 64), (4, 16, 4096
 """Batch, heads, positions, width of a head."""
 
 
-def measure_kernels(device: torch.device) -> list[Sample]:
-    """Return timed kernels: launch, elementwise traffic, new memory, exp, matmuls by dtype, attention."""
-    clock = Clock(device)
+def measure_kernels(device: torch.device, effort: Effort = THOROUGH) -> list[Sample]:
+    """Return timed kernels: launch, elementwise traffic, new memory, exp, matmuls by dtype, attention.
+
+    Matmuls and attention that would take longer than `effort` allows, at the rate of those before, are left out, and so
+    is new memory of more bytes than the first that does.
+    """
+    clock = Clock(device, effort)
     found = [_launch(clock), _exp(clock), *_traffic(clock)]
     if device.type == "cpu":
         found += _fresh(clock)
@@ -58,15 +61,15 @@ def measure_kernels(device: torch.device) -> list[Sample]:
 class Clock:
     """Times calls on one device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, effort: Effort = THOROUGH) -> None:
+        self.device, self.effort = device, effort
 
-    def seconds(self, work: Callable[[], object], calls: int = 1, runs: int = _RUNS) -> list[float]:
-        """Return seconds a call in each run of `calls` calls, after warm-up."""
+    def seconds(self, work: Callable[[], object], calls: int = 1, runs: int | None = None) -> list[float]:
+        """Return seconds a call in each run of `calls` calls, after warm-up; `runs`: as `effort` has it."""
         for _ in range(_WARM_UP):
             work()
         found = []
-        for _ in range(runs):
+        for _ in range(runs or self.effort.runs):
             self.wait()
             start = time.perf_counter()
             for _ in range(calls):
@@ -113,6 +116,8 @@ def _fresh(clock: Clock) -> Iterator[Sample]:
         old = clock.seconds(lambda a=a, out=out: torch.neg(a, out=out))  # type: ignore[misc]
         new = clock.seconds(lambda a=a: torch.neg(a))  # type: ignore[misc]
         yield {"kernel": "fresh", "bytes": mebibytes * _MIB, "old_s": old, "seconds": new}
+        if max(new) > clock.effort.longest_s:
+            return
 
 
 def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
@@ -120,7 +125,7 @@ def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
     rate = math.inf
     for batch, m, n, k in _MATMULS:
         flops = 2 * batch * m * n * k
-        if flops / rate > _LONGEST_S:
+        if flops / rate > clock.effort.longest_s:
             return
         slowest = 0.0
         for layout in ("nn", "nt", "tn"):
@@ -136,7 +141,7 @@ def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
                 a, b, out = next(turns)
                 product(a, b, out=out)
 
-            seconds = clock.seconds(multiply, max(1, int(2e8 / flops)), runs=5)
+            seconds = clock.seconds(multiply, max(1, int(2e8 / flops)), clock.effort.few)
             yield {
                 "kernel": "matmul",
                 "dtype": str(dtype).removeprefix("torch."),
@@ -161,12 +166,12 @@ def _attentions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
             return
         batch, heads, positions, width = sizes
         flops = 4 * batch * heads * positions * positions * width
-        if flops / rate > _LONGEST_S:
+        if flops / rate > clock.effort.longest_s:
             return
         q, k, v = (clock.random(*sizes, dtype=dtype) for _ in range(3))
         seconds = clock.seconds(
             lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(q, k, v),  # type: ignore[misc]
-            runs=5,
+            runs=clock.effort.few,
         )
         yield {
             "kernel": "attention",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from autopar.runtime.direct import DIRECT
 from autopar.runtime.gloo import is_gloo, one_thread_backend
+from autopar.runtime.measure_effort import THOROUGH, Effort
 from autopar.runtime.ranks import Ranks
 
 Sample = dict[str, Any]
@@ -23,9 +24,6 @@ Sample = dict[str, Any]
 _C10D = torch.ops._c10d_functional
 _SIZES = tuple(4**i for i in range(2, 14))
 """Bytes of the whole tensor, 16 B to 64 MiB."""
-
-_LONGEST_S = 0.3
-"""Larger sizes than the first that takes this long are left out."""
 
 _BESIDE_LEAST, _SMALL, _CALLS = 2**22, 2**14, 10
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
@@ -42,23 +40,24 @@ class Place:
     takes_part: bool
 
 
-def measure_links(levels: Mapping[str, int], ranks: Ranks) -> list[Sample]:
+def measure_links(levels: Mapping[str, int], ranks: Ranks, effort: Effort = THOROUGH) -> list[Sample]:
     """Return timed collectives of every level, given names and fanouts of the levels from inner to outer.
 
-    All ranks must call this; all get the same.
+    All ranks must call this; all get the same. Sizes beyond the first that takes longer than `effort` allows are left
+    out.
     """
     found: list[Sample] = []
     for place in _places(levels, ranks):
         longest: dict[str, float] = {}
         for size in _SIZES:
             for op in _OPS:
-                if longest.get(op, 0.0) > _LONGEST_S:
+                if longest.get(op, 0.0) > effort.longest_s:
                     continue
-                sample = _timed(op, size, place, ranks)
+                sample = _timed(op, size, place, ranks, effort)
                 longest[op] = max(sample["seconds"])
                 found.append(sample)
         if ranks.device.type == "cpu":
-            found += _beside(place, ranks)
+            found += _beside(place, ranks, effort)
     return found
 
 
@@ -82,10 +81,10 @@ def _places(levels: Mapping[str, int], ranks: Ranks) -> Iterator[Place]:
         inside = outside
 
 
-def _timed(op: str, size: int, place: Place, ranks: Ranks) -> Sample:
+def _timed(op: str, size: int, place: Place, ranks: Ranks, effort: Effort) -> Sample:
     """Return seconds of one collective; of small ones on a CPU also what the process's threads worked for it."""
     work = _work(op, size, place, ranks)
-    runs = 7 if size < 2**20 else 5
+    runs = effort.runs if size < 2**20 else effort.few
     seconds = _slowest(work, place, ranks, runs)
     sample = {"level": place.level, "ranks": place.fanout, "op": op, "bytes": size, "seconds": seconds}
     if ranks.device.type == "cpu" and size <= _SMALL:
@@ -162,8 +161,11 @@ def _slowest(work: Callable[[], Callable[[], object]], place: Place, ranks: Rank
     return found
 
 
-def _beside(place: Place, ranks: Ranks) -> Iterator[Sample]:
-    """Yield collectives beside matmuls that take longer: what the matmuls are delayed by is the core's own work."""
+def _beside(place: Place, ranks: Ranks, effort: Effort) -> Iterator[Sample]:
+    """Yield collectives beside matmuls that take longer: what the matmuls are delayed by is the core's own work.
+
+    The least size is timed however long it takes.
+    """
     a, b, out = (torch.randn(512, 512, device=ranks.device) for _ in range(3))
 
     def compute(times: int) -> None:
@@ -173,12 +175,12 @@ def _beside(place: Place, ranks: Ranks) -> Iterator[Sample]:
     def computed(times: int) -> Callable[[], Callable[[], object]]:
         return lambda: lambda: compute(times)
 
-    once_s = _median(_slowest(computed(8), place, ranks, 5)) / 8
+    once_s = _median(_slowest(computed(8), place, ranks, effort.few)) / 8
     for op in ("all_reduce", "all_gather", "all_to_all"):
         for size in (s for s in _SIZES if s >= _BESIDE_LEAST):
             work = _work(op, size, place, ranks)
             alone_s = _median(_slowest(work, place, ranks, 1))
-            if alone_s > 1.5 * _LONGEST_S:
+            if size > _BESIDE_LEAST and alone_s > 1.5 * effort.longest_s:
                 break
             times = max(1, int(1.5 * alone_s / once_s))
 

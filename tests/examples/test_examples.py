@@ -80,13 +80,16 @@ def test_an_example_trains_as_without_autopar(name: str, tolerance: float, ranks
 def test_the_demo_plans_trains_and_compares(tmp_path: Path, ranks: int):
     plan = str(tmp_path / "demo.json")
 
-    cluster = str(tmp_path / "cluster.yaml")
-    run("-m", "autopar", "cluster", "detect", "--cpu-ranks", str(ranks), "-o", cluster)
+    cluster, calibration = str(tmp_path / "cluster.yaml"), "calibration.json"
+    detected = ("--cpu-ranks", str(ranks), "--calibration", calibration)
+    run("-m", "autopar", "cluster", "detect", *detected, "-o", cluster)
+    run("-m", "autopar", "calibrate", "--quick", "-c", cluster, "-o", str(tmp_path / calibration))
     run("-m", "autopar", "plan", "examples/gpt.py:build", "-c", cluster, "--batch", "16", "-o", plan)
     said = run("-m", "autopar", "run", plan, "--", "examples/gpt.py", "--steps", "8")
 
     assert losses(said)[-1] < losses(said)[0]
     predicted = Plan.load(plan).estimates.step_time_s
+    assert str(Plan.load(plan).cluster["calibrated"]).startswith(f"{calibration}: autopar calibrate")
     assert re.search(rf"predicted {predicted * 1e3:.1f} ms a step, measured [0-9.]+ ms", said)
 
 
