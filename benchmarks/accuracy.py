@@ -1,6 +1,6 @@
 """How far the cost model is from published collectives and matmuls, and from hardware that it was not fitted to.
 
-    python benchmarks/accuracy.py --write    # benchmarks/results/accuracy.jsonl and the tables of docs/accuracy.md
+    python benchmarks/accuracy.py --write    # benchmarks/results/accuracy.jsonl and the tables of docs/accuracy/
 
 Leave one hardware out: the fitted constants are fitted again without any row of one device, from the same neutral
 start, and price that device's rows; what only its rows could tell (the efficiency of its own link, the latency of its
@@ -32,7 +32,6 @@ from cost_models.topology import Hop, axis_hops
 from cost_models.validation import Validation, validate
 
 DATA = record.ROOT / "benchmarks" / "data"
-DOCUMENT = record.ROOT / "docs" / "accuracy.md"
 
 NEUTRAL: Mapping[str, float] = {
     "latency_s": 3e-6,
@@ -55,7 +54,7 @@ Row = tuple[Collective, str, str, str, tuple[Hop, ...]]
 
 
 def main() -> None:
-    """Measure, print as JSON lines and, with `--write`, renew the results and the tables of the document."""
+    """Measure, print as JSON lines and, with `--write`, renew the results and the tables of the documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
@@ -74,7 +73,8 @@ def main() -> None:
         for row in rows:
             record.write({"table": name, **row}, results)
     if write:
-        _renew(tables)
+        columns = {name: [each for each in rows[0] if each != "fitted without it"] for name, rows in tables.items()}
+        record.renew({name: record.markdown(rows, columns[name]) for name, rows in tables.items()})
 
 
 def collectives_by_hardware() -> Iterator[dict[str, Any]]:
@@ -263,20 +263,6 @@ def _without_own_rows(device: DeviceSpec, dtype: str) -> DeviceSpec:
 
 def _percent(errors: Sequence[float]) -> str:
     return f"{mean(errors):.1%}" if errors else ""
-
-
-def _renew(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write the tables between their marks in the document: `<!-- table NAME -->` to `<!-- end -->`."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    for name, rows in tables.items():
-        columns = [column for column in rows[0] if column != "fitted without it"]
-        marked = f"<!-- table {name} -->\n{record.markdown(rows, columns)}<!-- end -->"
-        text, count = re.subn(
-            rf"<!-- table {name} -->\n.*?<!-- end -->", lambda _, new=marked: new, text, flags=re.DOTALL
-        )
-        if count != 1:
-            raise LookupError(f"{DOCUMENT} has {count} places for table {name!r}, not one")
-    DOCUMENT.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,24 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def renew(tables: Mapping[str, str]) -> None:
+    """Write Markdown tables between their marks in docs/, from `<!-- table NAME -->` to `<!-- end -->`.
+
+    Raises:
+        LookupError: a table has no place, or several.
+    """
+    pages = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))}
+    for name, table in tables.items():
+        mark = f"<!-- table {name} -->\n"
+        places = [path for path, text in pages.items() for _ in range(text.count(mark))]
+        if len(places) != 1:
+            raise LookupError(f"docs/ has {len(places)} places for table {name!r}, not one")
+        before, _, rest = pages[places[0]].partition(mark)
+        pages[places[0]] = f"{before}{mark}{table}<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
+
+
 def _cell(value: Any) -> str:
     match value:
         case None:

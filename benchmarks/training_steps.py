@@ -1,6 +1,6 @@
 """How far predicted training steps are from published ones.
 
-    python benchmarks/training_steps.py --write           # results/training_steps.jsonl, tables of docs/accuracy.md
+    python benchmarks/training_steps.py --write           # results/training_steps.jsonl, tables of docs/
     python benchmarks/training_steps.py --held-out --write   # likewise the rows that no constant was fitted to
     python benchmarks/training_steps.py --tables          # the tables again, from the results as they are
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +31,10 @@ HELD_OUT = DATA.with_name("training_steps_held_out.csv")
 """Rows that nothing was fitted to, nor chosen by."""
 
 RESULTS = record.RESULTS / "training_steps.jsonl"
-DOCUMENT = record.ROOT / "docs" / "accuracy.md"
 
 
 def main() -> None:
-    """Price, print as JSON lines and, with `--write`, renew the results and the tables of the document."""
+    """Price, print as JSON lines and, with `--write`, renew the results and the tables of the documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--tables", action="store_true")
@@ -45,7 +43,8 @@ def main() -> None:
     if not options.tables:
         price(HELD_OUT if options.held_out else DATA, RESULTS if options.write else None)
     if options.write or options.tables:
-        renew(tables([json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]))
+        found = tables([json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()])
+        record.renew({name: record.markdown(rows, list(rows[0])) for name, rows in found.items() if rows})
 
 
 def price(data: Path, results: Path | None) -> None:
@@ -187,21 +186,6 @@ def _priced(line: Mapping[str, Any]) -> Priced:
     return Priced(
         line["line"], line["row"], line["source"], line["group"], "", line["measured_s"], line["predicted_s"], **sizes
     )
-
-
-def renew(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write the tables between their marks in the document: `<!-- table NAME -->` to `<!-- end -->`."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    for name, rows in found.items():
-        if not rows:
-            continue
-        marked = f"<!-- table {name} -->\n{record.markdown(rows, list(rows[0]))}<!-- end -->"
-        text, count = re.subn(
-            rf"<!-- table {name} -->\n.*?<!-- end -->", lambda _, new=marked: new, text, flags=re.DOTALL
-        )
-        if count != 1:
-            raise LookupError(f"{DOCUMENT} has {count} places for table {name!r}, not one")
-    DOCUMENT.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
