@@ -331,6 +331,15 @@ def test_rows_and_places_of_the_whole_batch_are_refused(how: str):
         programs(Ranked(how), (torch.randn(8, 4),), 2)
 
 
+def test_an_input_with_samples_in_another_dimension_is_named():
+    class Remembering(nn.Linear):
+        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.cat([memory[0], x], 1)).square().mean()
+
+    with pytest.raises(InfeasibleError, match="comes from memory .an input whose first dimension is not the batch"):
+        programs(Remembering(4, 4), (torch.randn(8, 3, 4), torch.randn(2, 8, 1, 4)), 2)
+
+
 def test_places_beyond_the_rows_of_a_sample_are_refused():
     with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
         programs(Near(far=True), (torch.randn(8, 5, 4),), 2)
