@@ -7,6 +7,8 @@ how many there are depends on the data: the value's gradient would have no stati
 computed of what stands at the same places:
 
     x[mask] += y[mask]     →        x.copy_(where(mask, where(mask, x, 1) + where(mask, y, 1), x))
+
+Places found first are the mask again: `x[torch.where(mask)]` is `x[mask]`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,49 @@ from torch import fx
 
 _IN_PLACE = frozenset({"index_put_"})
 _METHODS = frozenset({"index_put", "index_put_"})
+
+
+def masks_for_places(graph: fx.GraphModule) -> int:
+    """Index by a mask itself where all places that it tells are the index, in a graph of Dynamo's; return how often."""
+    changed = 0
+    for node in list(graph.graph.nodes):
+        indexes = node.target in {operator.getitem, operator.setitem, torch.index_put} or node.target in _METHODS
+        mask = _mask_of_places(node.args[1], node) if indexes and len(node.args) > 1 else None
+        if mask is None:
+            continue
+        by_syntax = node.target in {operator.getitem, operator.setitem}
+        node.args = (node.args[0], mask if by_syntax else (mask,), *node.args[2:])
+        changed += 1
+    if changed:
+        for node in reversed(graph.graph.nodes):
+            if not node.users and (_finds_places(node) or (_is_part(node) and _finds_places(node.args[0]))):
+                graph.graph.erase_node(node)
+        graph.recompile()
+    return changed
+
+
+def _mask_of_places(index: Any, user: fx.Node) -> fx.Node | None:
+    """Return the mask whose places, one tensor a dimension, an index consists of; `None` if it may have changed."""
+    parts = index if isinstance(index, tuple | list) else ()
+    sources = {each.args[0] if _is_part(each) else None for each in parts}
+    source = sources.pop() if len(sources) == 1 else None
+    if not (isinstance(source, fx.Node) and _finds_places(source)) or _changed_between(user, [source]):
+        return None
+    mask = source.args[0]
+    seen = _known(mask)
+    in_order = [each.args[1] for each in parts] == list(range(seen.dim()))
+    return mask if isinstance(mask, fx.Node) and seen.dtype is torch.bool and in_order else None
+
+
+def _is_part(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is operator.getitem and isinstance(node.args[1], int)
+
+
+def _finds_places(node: fx.Node) -> bool:
+    """Return whether a node is `where(mask)` or `nonzero(mask, as_tuple=True)`."""
+    if node.target is torch.where:
+        return len(node.args) == 1 and not node.kwargs
+    return node.target in {torch.nonzero, "nonzero"} and node.kwargs == {"as_tuple": True} and len(node.args) == 1
 
 
 def choose_by_masks(graph: fx.GraphModule) -> int:

@@ -33,7 +33,7 @@ from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
 from autopar.capture.flex import flex_attention_in_plain_operators
 from autopar.capture.library import without_value_checks
-from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write
+from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write, masks_for_places
 from autopar.capture.origin import user_line
 
 PREFIX = "model"
@@ -126,6 +126,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         program = _Program(fake.module, call)
         with without_guards(), recorded_side_effects() as changed:
             graph = dynamo_capture(program)(*inputs)
+        masks_for_places(graph)
         compute_everywhere(graph)
         _require_static(graph, name)
         open_bags(graph)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopar._torch import suggest_memory_format
+from autopar.own_operators import CROSS_ENTROPY_BACKWARD
 from autopar.rewrite.marks import mark
 
 _ATEN = torch.ops.aten
@@ -29,6 +30,12 @@ def _whole(value: torch.Tensor, _args: tuple[Any, ...]) -> torch.memory_format |
 
 def _rows(value: torch.Tensor, _args: tuple[Any, ...]) -> torch.memory_format | None:
     return None if value.shape[-1] == 1 or value.stride(-1) == 1 else _PLAIN
+
+
+def _pairs(value: torch.Tensor, _args: tuple[Any, ...]) -> torch.memory_format | None:
+    """Wish for numbers that lie in pairs, as those of complex tensors do."""
+    steps = [stride for size, stride in zip(value.shape[:-1], value.stride(), strict=False) if size > 1]
+    return None if value.stride(-1) == 1 and all(step % 2 == 0 for step in steps) else _PLAIN
 
 
 def _like(place: int) -> Wish:
@@ -48,9 +55,17 @@ _WISHES: Mapping[Any, Mapping[int, Wish]] = {
     _ATEN.native_layer_norm_backward.default: {3: _whole, 4: _whole},
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: dict.fromkeys((0, 1, 2), _rows),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: dict.fromkeys((0, 1, 2, 3, 4), _rows),
+    _ATEN._weight_norm_interface.default: {0: _whole, 1: _whole},
+    _ATEN._weight_norm_interface_backward.default: dict.fromkeys((0, 1, 2, 3), _whole),
     _ATEN._pdist_forward.default: {0: _whole},
+    _ATEN._pdist_backward.default: {1: _whole},
+    _ATEN.adaptive_max_pool3d_backward.default: {2: _whole},
     _ATEN.fractional_max_pool2d_backward.default: {4: _whole},
+    _ATEN.fractional_max_pool3d_backward.default: {4: _whole},
     _ATEN._embedding_bag.default: {1: _whole, 2: _whole},
+    _ATEN.nll_loss2d_backward.default: {1: _whole},
+    CROSS_ENTROPY_BACKWARD: {1: _whole},
+    _ATEN.view_as_complex.default: {0: _pairs},
 }
 """By operator and argument; each was found by giving torch 2.13's CPU kernel the same values in other strides."""
 

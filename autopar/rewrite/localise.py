@@ -119,8 +119,10 @@ def _cut(value: int | None, parts: int) -> int | None:
 
 
 def _bounds(place: _Place) -> Mapping[str, Any]:
-    """Return where a slice of whole runs starts and ends in a rank's part."""
+    """Return where a slice of whole runs starts and ends in a rank's part; of one element of each run, as before."""
     parts = place.parts(place.strategy.outputs[0], place.dim())
+    if parts > 1 and (place.arguments["step"] or 1) > 1:
+        return {"end": _FAR}
     return {name: _cut(place.arguments[name], parts) for name in ("start", "end")}
 
 

@@ -233,8 +233,10 @@ def _is_named(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node, captured: Graph) -> str:
-    """Return the user's name of a parameter or buffer; a value's own where it has none."""
+    """Return the user's name of a parameter, buffer or input; a value's own where it has none."""
     op = captured.by_name.get(node.name)
+    if op is not None and op.kind == "input":
+        return f"{op.target} (an input whose first dimension is not the batch)"
     return op.target if op is not None and op.kind in {"parameter", "buffer"} else node.name
 
 

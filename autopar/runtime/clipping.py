@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar._torch import local_of, norm_of_many, put_before_norm_of_many, storage_key
+from autopar.errors import UsageError
 from autopar.runtime.errors import group_lost, some_gradients_of_stages
 from autopar.runtime.module import Runner, runner_of
 from autopar.runtime.whole import whole_here
@@ -44,8 +45,14 @@ def clip_grad_norm_(
     ranks must call this. A model that is not compiled is clipped by itself.
 
     Raises:
+        UsageError: `model` is no module.
         RuntimeError: with `error_if_nonfinite`, the norm is not finite.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"autopar.clip_grad_norm_ takes the compiled model itself, not its parameters ({type(model).__name__}): "
+            "clip_grad_norm_(model, max_norm); torch's own, which takes parameters, sees all stages, too"
+        )
     runner = runner_of(model)
     chosen = list(model.parameters() if parameters is None else parameters)
     wanted = {id(each) for each in chosen}

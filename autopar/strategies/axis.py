@@ -57,9 +57,11 @@ def fits(strategy: Strategy, metas: tuple[TensorMeta, ...], outputs: tuple[Tenso
     inputs = tuple(zip(metas, strategy.inputs, strict=True))
     made = tuple(zip(outputs, strategy.outputs, strict=True))
     if any(isinstance(placement, Partial) for _, placement in inputs):
-        # Terms of terms: whole numbers made from parts of floating ones are rounded apart.
-        held = [meta for meta, placement in (*inputs, *made) if isinstance(placement, Partial)]
-        if not all(meta is not None and meta.is_continuous for meta in held):
+        # Terms of terms: whole numbers made from parts are rounded apart; what is made of them (shares of hits) adds.
+        terms = [meta for meta, placement in made if isinstance(placement, Partial)]
+        if not all(meta is not None and meta.is_continuous for meta in terms):
+            return False
+        if not terms and not all(meta.is_continuous for meta, placement in inputs if isinstance(placement, Partial)):
             return False
     return all(_fits(meta, placement, size) for meta, placement in (*inputs, *made))
 

@@ -12,7 +12,7 @@ from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
 from autopar.strategies.extremes import extreme
 from autopar.strategies.following import mismatch
-from autopar.strategies.own_rows import ANY, RULES, Fact, MixedRows, Seen, facts_of, is_ascending, linear
+from autopar.strategies.own_rows import ANY, RULES, SPREADING, Fact, MixedRows, Seen, facts_of, is_ascending, linear
 
 _BLANK = frozenset(
     f"aten.{name}"
@@ -24,9 +24,6 @@ _BLANK = frozenset(
 )  # fmt: skip
 """Operators that make a tensor of equal elements: it can be wherever its readers want it."""
 
-
-_SPREADING = frozenset({"aten.expand.default", "aten.repeat.default"})
-"""Operators that give every sample what all share."""
 
 _RELAID = frozenset({"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.slice.Tensor"})
 """Operators that may turn any dimension into that of the batch."""
@@ -189,7 +186,7 @@ class _Follower:
 
     def _to_own_samples(self, op: Op, rep: str) -> Strategy | None:
         """Return how a micro-batch gives a whole value to its own samples alone; `None` if it goes to none."""
-        if op.target not in _SPREADING or op.outputs[0] is None:
+        if op.target not in SPREADING or op.outputs[0] is None:
             return None
         after = op.outputs[0].shape
         before = (1,) * (len(after) - len(self._graph.meta(op.refs[0]).shape)) + self._graph.meta(op.refs[0]).shape

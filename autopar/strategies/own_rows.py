@@ -305,7 +305,8 @@ def _write(seen: Seen) -> Found | None:
     given = seen.now[values] if now is None else now
     runs = given.outer if isinstance(given, Shard) else 1
     found = _pointed(seen, dims, None if now is None else seen.facts[0].order, runs)
-    if found is None or (now is not None and now != Shard(found.dim, runs)) or not _is_cut(seen):
+    cut = any(isinstance(each, Shard) for each in seen.now)
+    if found is None or not cut or (now is not None and now != Shard(found.dim, runs)):
         return None
     rank = len(seen.call.metas[0].shape) - len(dims) + max(len(seen.call.metas[1 + i].shape) for i in range(len(dims)))
     beside = _beside(seen, values, _front(dims) + found.at - rank, runs)
@@ -322,11 +323,6 @@ def _write(seen: Seen) -> Found | None:
     )  # fmt: skip
     to = found.rows.order if found.rows.order != ANY else order if seen.facts[found.slot].counted else ""
     return strategy, (Fact(to, places),)
-
-
-def _is_cut(seen: Seen) -> bool:
-    """Return whether anything that an operator reads is split."""
-    return any(isinstance(each, Shard) for each in seen.now)
 
 
 def _front(dims: Sequence[int]) -> int:
@@ -397,6 +393,9 @@ _TAKEN = frozenset(
 )  # fmt: skip
 """Operators whose result has only elements of their first input."""
 
+SPREADING = frozenset({"aten.expand.default", "aten.repeat.default"})
+"""Operators that give every sample what all share."""
+
 _MULTIPLIED = frozenset({"aten.mul.Tensor", "aten.mul.Scalar"})
 _ARG_OF_ALL = frozenset({"aten.argmax.default", "aten.argmin.default"})
 _PLACES_AT = {
@@ -431,6 +430,9 @@ def facts_of(seen: Seen, strategy: Strategy) -> tuple[Fact, ...]:
         row = call.metas[0].numel == max(call.result(), default=1)
         begins = first.begins if row else 0
         made = (replace(made[0], counted=first.counted and row, begins=begins, tells=tells),)
+    if op.target in SPREADING and first.counted and not split:
+        longest = sorted(call.result())[-2:]  # no other dimension may pass for the range's own
+        made = (Fact(counted=longest[-1] == call.metas[0].numel != longest[0]),)
     if op.target == "aten.histc.default" and call.arg("min") < call.arg("max"):
         made = (Fact(tells=("counts", seen.keys(0))),)
     if op.target in _RANGES:

@@ -99,6 +99,8 @@ LINEAR: Mapping[str, Callable[[Call], Groups]] = {
     "aten._to_copy.default": _cast,
     "aten.copy.default": _source,
     "aten.where.self": _sum,
+    "aten.lerp.Scalar": lambda call: (("self", "end"),),
+    "aten.lerp.Tensor": lambda call: (("self", "end"),),
     "aten.masked_fill.Scalar": _filled,
     "aten.native_dropout_backward.default": _gradient,
     "aten._conj.default": _self,

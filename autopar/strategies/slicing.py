@@ -60,6 +60,20 @@ def _bounds(call: Call, extent: int) -> tuple[int, int]:
     return start, max(at(call.arg("end"), _TO_THE_END), start)
 
 
+def _every(call: Call, dim: int, extent: int, count: int) -> Iterator[Strategy]:
+    """Yield those of one element of each `step` along `dim`, where no part cuts such a run (`pairs[0::2]`).
+
+    `count` is how many are taken of the `extent` elements.
+    """
+    start, step = call.arg("start") or 0, int(call.arg("step") or 1)
+    if step == 1 or not 0 <= start < step or count * step != extent:
+        return
+    hinted = (shard for shards in (*call.hints[:1], *call.wanted[:1]) for shard in shards if shard.dim == dim)
+    for outer in dict.fromkeys((1, *sorted(shard.outer for shard in hinted))):
+        if extent % (outer * step * call.size) == 0:
+            yield call.strategy({0: Shard(dim, outer)}, {0: Shard(dim, outer)})
+
+
 def _slice(call: Call) -> Iterator[Strategy]:
     shape = call.metas[0].shape
     dim = call.dim("dim", len(shape))
@@ -72,6 +86,7 @@ def _slice(call: Call) -> Iterator[Strategy]:
     if not whole and step == 1 and end > start:
         common = math.gcd(start, end, shape[dim])
         yield from _runs(call, dim, {0: shape[dim]}, {0: end - start}, common)
+    yield from _every(call, dim, shape[dim], call.result()[dim])
 
 
 def _slice_backward(call: Call) -> Iterator[Strategy]:
@@ -86,6 +101,7 @@ def _slice_backward(call: Call) -> Iterator[Strategy]:
     if not whole and step == 1 and end > start:
         common = math.gcd(start, end, shape[dim])
         yield from _runs(call, dim, {0: end - start}, {0: shape[dim]}, common)
+    yield from _every(call, dim, shape[dim], call.metas[0].shape[dim])
 
 
 def _slice_scatter(call: Call) -> Iterator[Strategy]:

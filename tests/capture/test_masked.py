@@ -37,6 +37,8 @@ def _set(index: Callable[[torch.Tensor], object], value: Callable[[torch.Tensor]
 
 
 WRITES: dict[str, Write] = {
+    "places found first": _set(lambda m: torch.where(m), lambda _: 0.5),
+    "places as a tuple": _set(lambda m: m.nonzero(as_tuple=True), lambda token: token),
     "number": _set(lambda m: m, lambda _: 0.5),
     "vector": _set(lambda m: m, lambda t: t),
     "row": _set(lambda m: m, lambda t: t[None]),
@@ -50,6 +52,18 @@ WRITES: dict[str, Write] = {
     "torch.index_put": lambda h, mask, token: torch.index_put(h, (mask,), token),
     "index_put_": lambda h, mask, token: h.index_put_((mask,), token),
 }
+
+
+def test_places_of_a_mask_that_changes_before_they_are_used_stay_what_they_were():
+    def write(h: torch.Tensor, mask: torch.Tensor, _token: torch.Tensor) -> torch.Tensor:
+        mask = mask.clone()
+        places = torch.where(mask)
+        mask[:] = False
+        h[places] = 0.5
+        return h
+
+    with pytest.raises(CaptureError, match="depends on tensor values"):
+        capture(Writes(write), (torch.randn(3, 4, 5), torch.rand(3, 4) > 0.5))
 
 
 @pytest.mark.parametrize("name", WRITES)

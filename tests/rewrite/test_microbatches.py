@@ -118,6 +118,33 @@ class Queried(nn.Module):
         return self.out(asked + self.then(asked, x, x, need_weights=False)[0]).square().mean()
 
 
+class Matched(nn.Module):
+    """Several rows read and written for each sample, samples in pairs side by side, a share of hits, a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and the share."""
+        made = self.linear(x)
+        self.mean.lerp_(made.detach().mean((0, 1)), 0.9)
+        samples = torch.arange(x.shape[0]).unsqueeze(1).expand_as(places)
+        classes = torch.full(x.shape[:2], 3)
+        classes[samples, places] = places % 2
+        score = made[samples, places].square().mean((1, 2))
+        counts = places > 0
+        hits = ((made.argmax(-1) == classes)[samples, places] & counts).sum() / counts.sum()
+        pairs = functional.softplus(score[1::2] - score[::2]).mean()
+        return pairs + functional.cross_entropy(made.transpose(1, 2), classes), hits
+
+
+def matched() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(3)
+    return Matched(), (torch.randn(8, 5, 4), torch.stack([torch.randperm(5)[:3] for _ in range(8)]))
+
+
 class Second(nn.Module):
     """Samples in dimension 1 behind steps, or merged with them, times weights that nobody gives."""
 
@@ -167,6 +194,7 @@ def models() -> dict[str, Any]:
         **{name: (Second(weights), (torch.randn(8, 3, 4),)) for name, weights in STEPS.items()},
         "penalised": (Penalised(), (torch.randn(8, 4),)),
         "queried": (Queried(True), (torch.randn(8, 5, 4),)),
+        "matched": matched(),
         "queried_second": (Queried(False), (torch.randn(8, 5, 4),)),
         **routing(),
     }
@@ -221,7 +249,7 @@ def test_micro_batches_add_up_to_the_step(name: str, count: int):
     for place, output in enumerate(whole.captured.graph.outputs):
         if output.ref is None:
             continue
-        in_time = Partial() if output.kind == "gradient" else decisions.outputs_in_time[output.name]
+        in_time = decisions.outputs_in_time[output.name] if output.kind == "output" else Partial()
         values = [each[place] for each in made]
         got = torch.cat(values) if isinstance(in_time, Shard) else sum(values)
         torch.testing.assert_close(got, want[place], rtol=1e-5, atol=1e-6)
@@ -301,6 +329,15 @@ def test_a_parameter_with_a_row_a_sample_is_refused(name: str, trained: bool):
 def test_rows_and_places_of_the_whole_batch_are_refused(how: str):
     with pytest.raises(InfeasibleError, match="needs all samples|differs from micro-batch"):
         programs(Ranked(how), (torch.randn(8, 4),), 2)
+
+
+def test_an_input_with_samples_in_another_dimension_is_named():
+    class Remembering(nn.Linear):
+        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.cat([memory[0], x], 1)).square().mean()
+
+    with pytest.raises(InfeasibleError, match="comes from memory .an input whose first dimension is not the batch"):
+        programs(Remembering(4, 4), (torch.randn(8, 3, 4), torch.randn(2, 8, 1, 4)), 2)
 
 
 def test_places_beyond_the_rows_of_a_sample_are_refused():

@@ -178,3 +178,8 @@ def test_stages_that_are_planned_at_the_first_call_are_clipped_and_trained_alike
     for want, got, error in pool.values(late):
         assert got == pytest.approx(want, rel=1e-5)
         assert error < 1e-6
+
+
+def test_parameters_in_place_of_the_model_are_refused_with_the_call_that_is_meant():
+    with pytest.raises(UsageError, match=r"takes the compiled model itself.*clip_grad_norm_\(model, max_norm\)"):
+        autopar.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
