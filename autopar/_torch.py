@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import fx
 from torch._dynamo import functional_export
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export as dynamo_capture
 from torch._dynamo.output_graph import OutputGraph
@@ -29,6 +30,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.fx.graph_module import _assign_attr as assign_attribute
 from torch.fx.graph_module import _del_attr as delete_attribute
 from torch.nn.attention import flex_attention
@@ -80,6 +82,8 @@ __all__ = [
     "wait_by",
     "without_effect",
     "without_guards",
+    "without_progress_thread",
+    "without_source_text",
 ]
 
 _BEHIND = "_autopar_behind"
@@ -105,6 +109,21 @@ def without_guards() -> Iterator[None]:
         yield
     finally:
         setattr(functional_export, name, check)
+
+
+@contextmanager
+def without_source_text() -> Iterator[None]:
+    """Keep graphs from being written as Python before anyone runs or reads them, a tenth of the time of a capture.
+
+    Torch makes every graph on the way a module, whose code it compiles, and renders some for logs that nobody keeps.
+    """
+    read = fx.GraphModule.print_readable
+    fx.GraphModule.print_readable = lambda *_, **__: ""  # type: ignore[method-assign]
+    try:
+        with use_lazy_graph_module(True):
+            yield
+    finally:
+        fx.GraphModule.print_readable = read  # type: ignore[method-assign]
 
 
 @contextmanager

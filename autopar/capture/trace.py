@@ -25,6 +25,7 @@ from autopar._torch import (
     storage_key,
     without_guards,
     without_progress_thread,
+    without_source_text,
 )
 from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
@@ -121,6 +122,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(without_progress_thread())
+        stack.enter_context(without_source_text())
         stack.enter_context(_ambient(with_backward))
         stack.enter_context(without_value_checks())
         program = _Program(fake.module, call)
@@ -156,19 +158,22 @@ def trace_python(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings and log lines of torch and transformers, which speak of their own insides."""
+    """Silence the warnings and log lines of torch and transformers, which speak of their own insides.
+
+    Handlers go as well: where its trace has one, torch renders what it would write there.
+    """
     names = [each for each in logging.root.manager.loggerDict if each.partition(".")[0] in {"torch", "transformers"}]
     loggers = [logging.getLogger(each) for each in {"torch", "transformers", *names}]
-    disabled = [each.disabled for each in loggers]
+    before = [(each.disabled, each.handlers) for each in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for each in loggers:
-            each.disabled = True
+            each.disabled, each.handlers = True, []
         try:
             yield
         finally:
-            for each, before in zip(loggers, disabled, strict=True):
-                each.disabled = before
+            for each, (disabled, handlers) in zip(loggers, before, strict=True):
+                each.disabled, each.handlers = disabled, handlers
 
 
 @contextmanager

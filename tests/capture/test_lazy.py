@@ -1,9 +1,10 @@
-"""Conjugates and other tensors that torch leaves unwritten are written in captured programs."""
+"""Tensors that torch leaves unwritten (conjugates) are written in captured programs; source of graphs is not."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar.capture import capture
 from tests.capture.program import run
@@ -37,3 +38,12 @@ def test_conjugate_of_a_number_is_a_number():
     model(x).backward()
 
     torch.testing.assert_close(found.gradients["weight"], model.weight.grad)
+
+
+def test_graphs_on_the_way_are_not_written_as_source(monkeypatch: pytest.MonkeyPatch):
+    written, own = [], fx.Graph.python_code
+    monkeypatch.setattr(fx.Graph, "python_code", lambda *given, **how: written.append(given) or own(*given, **how))
+
+    capture(nn.Linear(4, 4), (torch.randn(2, 4),))
+
+    assert len(written) == 2  # what Dynamo and AOTAutograd themselves run
