@@ -48,6 +48,12 @@ class Stack:
     keeps what it gathered (`_MatmulWithGatherForwardReduceScatterBackward`), and so does DTensor.
     """
 
+    gathers_narrow: bool = False
+    """Whether what linears gather over tensor-parallel ranks is cast first, where they compute in fp8.
+
+    Transformer Engine's `initialize_ub`: "AllGather buffers use fp8 when using fp8 recipe", scattered sums do not.
+    """
+
     balances: bool = True
     """Whether context parallelism splits positions, each rank's from both ends, or exchanges heads (DeepSpeed)."""
 
@@ -208,6 +214,7 @@ _CORE = Stack(
     gathers_ahead=True,
     overlaps_tensor=True,
     gathers_again=True,
+    gathers_narrow=True,
     rings=True,
     joins=True,
     fuses_parts=True,

@@ -31,6 +31,9 @@ from cost_models.topology import axis_hops
 
 _UNLIMITED = 1 << 60
 
+_NARROW_SHARE = 0.5
+"""Of the bytes of values of 16 bits, those of the 8 bits that they are cast to."""
+
 
 @dataclass
 class AsRun(Solving):
@@ -117,14 +120,19 @@ class AsRun(Solving):
         return prod(hop.ranks for hop in axis_hops(self.cluster.levels, ranks, first) if hop.level != inside)
 
     def _sent_share(self, trial: Trial) -> Mapping[tuple[int, str], float]:
-        """Return the share of what experts exchange that is sent, where a token goes once to a node."""
+        """Return the shares of what is moved that are sent.
+
+        Of what experts exchange, where a token goes to a node once; of what linears gather, where it is cast before.
+        """
+        found = {}
+        if self.stack.gathers_narrow and self.cluster.device.narrow:
+            found[_axis(trial, "tp"), "all_gather"] = _NARROW_SHARE
         place = _axis(trial, "ep")
-        if place < 0 or self.mixture is None or not self._joins_exchanges:
-            return {}
-        nodes = self._nodes_of_experts(trial)
-        return {
-            (place, "all_to_all"): sent_share(nodes, self.mixture.chosen, self.mixture.groups, self.mixture.reached)
-        }
+        if place >= 0 and self.mixture is not None and self._joins_exchanges:
+            nodes = self._nodes_of_experts(trial)
+            kept = sent_share(nodes, self.mixture.chosen, self.mixture.groups, self.mixture.reached)
+            found[place, "all_to_all"] = kept
+        return found
 
     def _hidden_tensor_share(self, trial: Trial) -> Mapping[str, float]:
         """Return the share of tensor-parallel collectives that products hide, by operation.

@@ -124,3 +124,13 @@ def test_keys_and_values_go_round_once_more_in_backward(monkeypatch: pytest.Monk
     kept = estimates_of(split)
 
     assert round_again.communication_bytes - kept.communication_bytes == 3 * 2 * 4096 * 8 * 128 * 2
+
+
+def test_what_is_cast_before_it_is_gathered_takes_half_as_long():
+    split = _row(dp="4", tp="2", sequence_parallel="yes", global_batch="4", compiled="yes", precision="fp8")
+    narrow, wide = (_priced(split, gathers_narrow=each).breakdown.exposed_communication_s for each in (True, False))
+    short = replace(split, precision="bf16", narrow="")
+    same = {_priced(short, gathers_narrow=each).breakdown.exposed_communication_s for each in (True, False)}
+
+    assert narrow < wide
+    assert len(same) == 1, "nothing is cast"
