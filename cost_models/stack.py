@@ -40,6 +40,20 @@ class Stack:
     layers.py; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
     """
 
+    gathers_again: bool = False
+    """Whether linears keep a rank's own rows of what sequence parallelism gathers, and gather it again in backward.
+
+    For weight gradients, behind the input gradients' product (`LinearWithGradAccumulationAndAsyncCommunication`, as
+    above; Transformer Engine's `LayerNormLinear`; nanotron's `tp_recompute_allgather`, on by default). Colossal-AI
+    keeps what it gathered (`_MatmulWithGatherForwardReduceScatterBackward`), and so does DTensor.
+    """
+
+    gathers_narrow: bool = False
+    """Whether what linears gather over tensor-parallel ranks is cast first, where they compute in fp8.
+
+    Transformer Engine's `initialize_ub`: "AllGather buffers use fp8 when using fp8 recipe", scattered sums do not.
+    """
+
     balances: bool = True
     """Whether context parallelism splits positions, each rank's from both ends, or exchanges heads (DeepSpeed)."""
 
@@ -199,6 +213,8 @@ _CORE = Stack(
     overlaps=True,
     gathers_ahead=True,
     overlaps_tensor=True,
+    gathers_again=True,
+    gathers_narrow=True,
     rings=True,
     joins=True,
     fuses_parts=True,
@@ -226,6 +242,7 @@ _FRAMEWORKS = (
             "fused",
             float32_gradients=False,
             overlaps=False,
+            gathers_again=True,
             long_sums_without_zero=True,
             long_sums_from_ends=True,
             flat_copies=True,
@@ -252,6 +269,7 @@ _FRAMEWORKS = (
             overlaps=False,
             joins=True,
             hides_backward=True,
+            gathers_again=True,
             cross_entropy="vocab_parallel",
             core_from=2024,
         ),
@@ -263,7 +281,14 @@ _FRAMEWORKS = (
     (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True)),
     (
         r"nanotron",
-        Stack("eager", float32_gradients=True, overlaps=True, joins=True, cross_entropy="vocab_parallel"),
+        Stack(
+            "eager",
+            float32_gradients=True,
+            overlaps=True,
+            gathers_again=True,
+            joins=True,
+            cross_entropy="vocab_parallel",
+        ),
     ),
     (
         r"torchtitan",

@@ -13,7 +13,7 @@ from math import inf, prod
 from autopar.api.pipelining import pipelined
 from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import Wishes
-from autopar.costs.links import Links
+from autopar.costs.links import AGAIN, Links
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Estimates
@@ -30,6 +30,9 @@ from cost_models.stack import Stack, pytorch
 from cost_models.topology import axis_hops
 
 _UNLIMITED = 1 << 60
+
+_NARROW_SHARE = 0.5
+"""Of the bytes of values of 16 bits, those of the 8 bits that they are cast to."""
 
 
 @dataclass
@@ -74,18 +77,29 @@ class AsRun(Solving):
             reduces_each=any(axis.role == "dp_shard" for axis in trial.mesh),
             kept_axis=tensor,
             hidden_share=self._hidden_share(trial),
+            again_axes=self._again_axes(trial),
             sent_share=self._sent_share(trial),
             whole_axis=-1 if self.options.fix.get("sequence_parallel", True) else tensor,
             packs=False,
             flat_bytes=_block_bytes(self.program, prod(axis.size for axis in trial.mesh if axis.role == "tp")),
         )
 
+    def _again_axes(self, trial: Trial) -> frozenset[int]:
+        """Return the axes along which ranks keep their own part of what they gather, and gather again for backward.
+
+        Along `cp` all do that split positions, in rings or not (Transformer Engine's `AttnFuncWithCPAndKVP2P` and
+        `AttnFuncWithCPAndKVAllGather`, torch's `_templated_ring_attention_backward`); those that exchange heads gather
+        nothing.
+        """
+        roles = {"cp", "tp"} if self.stack.gathers_again else {"cp"}
+        return frozenset(place for place, axis in enumerate(trial.mesh) if axis.role in roles)
+
     def _hidden_share(self, trial: Trial) -> Mapping[tuple[int, str], float]:
         """Return the shares of collectives that products hide, by axis and operation."""
         tensor, context = _axis(trial, "tp"), _axis(trial, "cp")
         found = {(tensor, op): share for op, share in self._hidden_tensor_share(trial).items()}
         if self.stack.rings:
-            found |= {(context, op): 1.0 for op in ("all_gather", "reduce_scatter")}
+            found |= {(context, op): 1.0 for op in ("all_gather", "reduce_scatter", AGAIN)}
         staged = int(self.options.fix.get("interleave", 1)) > 1
         if self._nodes_of_experts(trial) > 1 and (self.stack.hides_exchanges or (staged and self._joins_exchanges)):
             found[_axis(trial, "ep"), "all_to_all"] = 1.0
@@ -106,26 +120,32 @@ class AsRun(Solving):
         return prod(hop.ranks for hop in axis_hops(self.cluster.levels, ranks, first) if hop.level != inside)
 
     def _sent_share(self, trial: Trial) -> Mapping[tuple[int, str], float]:
-        """Return the share of what experts exchange that is sent, where a token goes once to a node."""
+        """Return the shares of what is moved that are sent.
+
+        Of what experts exchange, where a token goes to a node once; of what linears gather, where it is cast before.
+        """
+        found = {}
+        if self.stack.gathers_narrow and self.cluster.device.narrow:
+            found[_axis(trial, "tp"), "all_gather"] = _NARROW_SHARE
         place = _axis(trial, "ep")
-        if place < 0 or self.mixture is None or not self._joins_exchanges:
-            return {}
-        nodes = self._nodes_of_experts(trial)
-        return {
-            (place, "all_to_all"): sent_share(nodes, self.mixture.chosen, self.mixture.groups, self.mixture.reached)
-        }
+        if place >= 0 and self.mixture is not None and self._joins_exchanges:
+            nodes = self._nodes_of_experts(trial)
+            kept = sent_share(nodes, self.mixture.chosen, self.mixture.groups, self.mixture.reached)
+            found[place, "all_to_all"] = kept
+        return found
 
     def _hidden_tensor_share(self, trial: Trial) -> Mapping[str, float]:
         """Return the share of tensor-parallel collectives that products hide, by operation.
 
         Where only backward's run behind weight gradients: of a layer's sums those of backward, one pass of two or,
-        where layers run again, of three; of scatters likewise, and no gathers, of which those that weight gradients
-        need in place of what forward kept are not in the program.
+        where layers run again, of three; of scatters likewise. What weight gradients need gathered comes behind the
+        product before them.
         """
         if self.stack.overlaps_tensor:
-            return {"all_gather": 1.0, "reduce_scatter": 1.0}
+            return {"all_gather": 1.0, "reduce_scatter": 1.0, AGAIN: 1.0}
         passes = 3 if trial.recompute in {"full", "whole"} else 2
-        return {"all_reduce": 1 / passes, "reduce_scatter": 1 / passes} if self.stack.hides_backward else {}
+        share = 1 / passes if self.stack.hides_backward else 0.0
+        return {"all_reduce": share, "reduce_scatter": share, AGAIN: 1.0}
 
     def _sharded(self, trial: Trial) -> tuple[int, float]:
         """Return the axis that an optimizer is sharded over, and bytes of a parameter over its gradient's."""

@@ -73,6 +73,9 @@ _BALANCED = 1.0
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TIME_LIMIT_S = 60.0
 
+_SHARDED_GRADIENTS = 2
+"""The stage of ZeRO that shards gradients and the optimizer's state, and no parameters."""
+
 
 def price_steps(rows: Sequence[Row], workers: int = 0) -> Iterator[Priced | Skipped]:
     """Yield every row with the time and memory that its plan is predicted to take, or why it has none.
@@ -132,7 +135,9 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
     # One for each axis, and one over all model-parallel ranks, which add up norms.
     degrees = (read.dp, read.tp, read.pp, read.cp, read.ep)
     groups = sum(degree > 1 for degree in degrees) + (read.tp > 1 < read.pp) + read.is_hybrid
-    resting = held.parameters + held.gradients + held.optimizer
+    # Stage 2 scatters each micro-batch's gradients, and holds sums of its own part.
+    gradients = held.gradients / read.dp_shard if read.zero == _SHARDED_GRADIENTS else held.gradients
+    resting = held.parameters + gradients + held.optimizer
     moving = held.activations + held.temporary
     return process_bytes(resting, moving, read.spec, groups=groups, flat=flat)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from autopar.costs.links import Links
+from autopar.costs.links import Links, Message
 from autopar.costs.liveness import Beside, CopyLife, base_of, local_bytes, makers_of_gradients, settled_at
 from autopar.costs.packing import Order, memory_order
 from autopar.costs.routes import Routes
@@ -68,6 +68,21 @@ class Copies:
     def plain(self) -> CopyLife:
         """Return copies that exist from the first to the last of those that read them."""
         return CopyLife(self.lives, self._read_bytes * self.routes.moves, beside=self._gathering())
+
+    @cached_property
+    def again_s(self) -> Floats:
+        """Return [source layouts, demanded layouts] the seconds in which whoever reads the value later gathers it."""
+        rows = [[self._again(one, other) for other in self.wanted] for one in self.sources]
+        return np.array([[sum(map(self.links.message_s, each)) for each in row] for row in rows], dtype=np.float64)
+
+    def _again(self, made: Layout, read: Layout) -> tuple[Message, ...]:
+        return self.links.messages_again(made, read, self.meta, self._order)
+
+    @property
+    def gone(self) -> CopyLife:
+        """Return what is held less in `lives`, in which copies that are gathered again are not there."""
+        left_out = Beside(-self._read_bytes * (self.again_s > 0.0), tuple((at, at, last) for at, last in self.lives))
+        return CopyLife((), np.zeros_like(left_out.bytes), beside=_any(left_out))
 
     @property
     def kept(self) -> CopyLife:

@@ -10,9 +10,11 @@ import numpy as np
 from autopar.costs.issued import Issued
 from autopar.costs.links import Links
 from autopar.costs.liveness import base_of, gradients_of, is_term, local_bytes, settled_at, settled_behind
+from autopar.costs.moves import readers
 from autopar.costs.optimizer import state_bytes
+from autopar.costs.regathers import passes
 from autopar.costs.timing import pairs
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Ref
 from autopar.ir.placement import Layout, Shard, local_outer
 from autopar.ir.plan import Memory
 from autopar.ir.reshard import PACKED_BYTES, SUMMED_BYTES, route
@@ -120,10 +122,20 @@ def needed_until(outcome: Outcome) -> dict[tuple[str, int], int]:
             if slot == 0 and is_view(op) and (apart or of_copy):
                 viewed.update((op.name, index) for index in range(len(op.outputs)))
             if not of_copy and not (apart and copy in made):
-                own[owner] = position
+                own[owner] = max(position, own.get(owner, 0))
+            if apart and copy not in made:
+                own[owner] = max(_gathered_last(outcome, ref, need), own[owner])
             made.add(copy)
     found = {value: at for value, at in own.items() if value in moved}
     return {value: end if value in kept or value in returned else at for value, at in found.items()}
+
+
+def _gathered_last(outcome: Outcome, ref: Ref, need: Layout) -> int:
+    """Return where a value is gathered for the last time for those who read it in a layout; 0: only once."""
+    graph, rep = outcome.graph, outcome.graph.representative(ref.op)
+    if not outcome.links.messages_again(outcome.layout(rep, ref.index), need, graph.meta(ref)):
+        return 0
+    return passes(graph, ref, readers(outcome, ref, need, None))[-1].first
 
 
 def _has_own_memory(links: Links, have: Layout, need: Layout, meta: TensorMeta) -> bool:

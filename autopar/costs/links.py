@@ -23,6 +23,9 @@ from cost_models.two_level import pieces, ranks_inside, splits, two_level_s
 UNREACHABLE = math.inf
 """Price of a redistribution that no sequence of steps makes."""
 
+AGAIN = "gathered again"
+"""In place of the operation, in shares of what is hidden: gathers that backward repeats."""
+
 _CHUNKS = (1, 2, 4, 8, 16)
 """Chunks of a collective in two levels that are tried."""
 
@@ -42,6 +45,9 @@ class Message:
 
     packed_bytes: int = 0
     """Bytes that are copied on the device, because its blocks lie inside rows of the tensor: `costs.packing`."""
+
+    again: bool = False
+    """Whether it gathers for backward what forward gathered: `costs.regathers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,12 @@ class Links:
     """Whether each micro-batch's gradients of sharded parameters are scattered, for which whole sums have no room."""
 
     hidden_share: Mapping[tuple[int, str], float] = field(default_factory=dict)
-    """Of each operation along each axis, the share of its calls that run behind the products beside them."""
+    """Of each operation along each axis, the share of its calls that run behind the products beside them; `AGAIN`
+    stands for gathers that backward repeats."""
+
+    again_axes: frozenset[int] = frozenset()
+    """The axes along which a rank keeps its own part of an activation that it gathers, and gathers it again to compute
+    with it later; our programs keep what they gathered."""
 
     sent_share: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """Of each operation along each axis, the share of its bytes that other software than ours sends; missing: all."""
@@ -133,7 +144,8 @@ class Links:
     """Of each axis, the seconds of a call that its issuer spends itself; a GPU's host runs ahead of the device."""
 
     kept_axis: int = -1
-    """The axis along which parameters are never gathered; -1: none. Who splits a product computes with the parts."""
+    """The axis along which parameters are never gathered, nor their gradients scattered; -1: none. Who splits a product
+    computes with the parts, and gets those of its gradient."""
 
     @property
     def sums_whole(self) -> bool:
@@ -202,7 +214,8 @@ class Links:
         if message.op == "all_reduce" and message.axis == self.sharded[0]:
             spent = collective_s("reduce_scatter", message.bytes, hops)
             spent += 0.0 if self.gathers_ahead else self._renewal_s(message)
-        spent *= 1.0 - self.hidden_share.get((message.axis, message.op), 0.0) * self._overlap[message.axis]
+        kind = AGAIN if message.again else message.op
+        spent *= 1.0 - self.hidden_share.get((message.axis, kind), 0.0) * self._overlap[message.axis]
         yield Price(spent, host_s(message.op, message.bytes, hops))
         for inside in splits(message.op, hops) if self.two_level else ():
             parts = pieces(message.op, message.bytes, hops, inside)
@@ -327,6 +340,18 @@ class Links:
                 found.append(self._message(step, meta, flat=flat, order=order))
             order = order_behind(step, self.sizes, order)
         return tuple(found)
+
+    def messages_again(self, before: Layout, after: Layout, meta: TensorMeta, order: Order = ()) -> tuple[Message, ...]:
+        """Return the gathers, on the way from one layout to another, that whoever reads the value later repeats."""
+        if not self.again_axes or not is_reachable(before, after):
+            return ()
+        try:
+            found = self.route_messages(before, after, meta, order=order)
+        except NoRouteError:
+            return ()
+        return tuple(
+            replace(each, again=True) for each in found if each.op == "all_gather" and each.axis in self.again_axes
+        )
 
     def inner_messages(self, op: Op, metas: Sequence[TensorMeta], strategy: MeshStrategy) -> tuple[Message, ...]:
         """Return the collectives that the strategy's lowerings issue inside the operator."""

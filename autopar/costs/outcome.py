@@ -19,9 +19,10 @@ from autopar.costs.liveness import gradient_indices
 from autopar.costs.moves import copy_read, moved_before, readers, roots_of, settled_by
 from autopar.costs.narrowing import narrowed_products
 from autopar.costs.packing import memory_order
+from autopar.costs.regathers import passes
 from autopar.costs.table import Pricing
 from autopar.costs.timing import timing
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import parted, within
 from autopar.ir.placement import Layout, Placement, Shard
@@ -441,11 +442,26 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
                     message, op.phase, source, behind and not summed and not one, op.name, times, summed,
                     mergeable=whole, tensor=moved, source=ref, copy=key, readers=read_by,
                 )  # fmt: skip
+            if not behind:
+                yield from _issued_again(outcome, ref, need, key)
         metas = tuple(graph.meta(ref) for ref in op.refs)
         for message in links.inner_messages(op, metas, strategy):
             yield Issued(
                 message, op.phase, rep, False, op.name, outcome.microbatches, tensor=op.moved, readers=(op.name,)
             )
+
+
+def _issued_again(outcome: Outcome, ref: Ref, need: Layout, copy: Copy) -> Iterator[Issued]:
+    """Yield the gathers by which those who read a value in a layout later have it again, where it is not kept."""
+    graph = outcome.graph
+    source = graph.representative(ref.op)
+    order = memory_order(graph, graph.by_name[source])
+    messages = outcome.links.messages_again(outcome.layout(source, ref.index), need, graph.meta(ref), order)
+    moved, times = graph.by_name[ref.op].moved, outcome.microbatches
+    for late in passes(graph, ref, readers(outcome, ref, need, None))[1:] if messages else ():
+        at, by = late.computing[0], late.computing
+        for each in messages:
+            yield Issued(each, "backward", source, False, at, times, tensor=moved, source=ref, copy=copy, readers=by)
 
 
 def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:

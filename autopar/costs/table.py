@@ -30,13 +30,14 @@ from autopar.costs.liveness import (
 )
 from autopar.costs.narrowing import narrowed_products
 from autopar.costs.optimizer import optimizer_seconds
+from autopar.costs.regathers import sharers_again
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
 from autopar.costs.stage_memory import Split, StageHoldings
 from autopar.costs.workspaces import workspace_bytes
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.microbatches import parted
-from autopar.ir.placement import Layout, Replicate, Shard, is_at_rest
+from autopar.ir.placement import Layout, Partial, Replicate, Shard, is_at_rest
 from autopar.ir.plan import Gather, Reduce
 from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.strategy import MeshStrategy
@@ -237,7 +238,36 @@ class Builder:
                 copies.append(copy)
         for numbers in early.values():
             self._note_early(groups, copies, numbers)
+        for sharing, (counts, gone) in sharers_again(self.graph).items() if self.links.again_axes else ():
+            for group, copy in self._build_again(nodes, sharing, counts, gone):
+                groups.append(group)
+                copies.append(copy)
         return groups, copies
+
+    def _build_again(
+        self, nodes: list[Node], sharing: Sharing, counts: Floats, gone: Sequence[tuple[int, int]]
+    ) -> list[tuple[Group, CopyLife]]:
+        """Return the copies of an activation that are gathered once more for those who read it later."""
+        source, meta = self.home[sharing.producer], self.graph.by_name[sharing.producer].outputs[sharing.index]
+        if meta is None:
+            return []
+        sources, layout = self._made(sharing)
+        demands, ways = self._needs(sharing)
+        wanted = [each for each, _ in ways]
+        copies = Copies(self.graph, self.links, sharing.producer, meta, sources, wanted, tuple(gone))
+        name = f"{sharing.producer}.{sharing.index}.again"
+        price = copies.again_s
+        group = Group(
+            name, source, layout, demands, price, np.zeros_like(price), "critical", self._microbatches * counts
+        )
+        return [(each, copies.gone) for each in self._drop_own(nodes, group)]
+
+    def _made(self, sharing: Sharing) -> tuple[list[Layout], npt.NDArray[np.int64]]:
+        """Return the layouts that a value may be made in, and which of them each option of its node makes."""
+        cluster = self.clusters[self.home[sharing.producer]]
+        made = [cluster.strategy(sharing.producer, k).outputs[sharing.index] for k in range(len(cluster.options))]
+        sources = list(dict.fromkeys(layout for layout in made if layout is not None))
+        return sources, np.array([sources.index(each) if each is not None else 0 for each in made], dtype=np.int64)
 
     def _note_early(self, groups: Sequence[Group], copies: list[CopyLife], numbers: Sequence[int]) -> None:
         """Note of gathered parameters of one phase where their gathers are issued if the plan does not say."""
@@ -278,9 +308,7 @@ class Builder:
         starts = sharing.producer in self._parameters
         if meta is None or (starts and sharing.phase == "both" and not once.any()):
             return []
-        made = [cluster.strategy(sharing.producer, k).outputs[sharing.index] for k in range(len(cluster.options))]
-        sources = list(dict.fromkeys(layout for layout in made if layout is not None))
-        layout = np.array([sources.index(each) if each is not None else 0 for each in made], dtype=np.int64)
+        sources, layout = self._made(sharing)
         demands, ways = self._needs(sharing)
         wanted, inside = [each for each, _ in ways], np.array([each for _, each in ways])
         flat = sharing.category != "critical" and bool(self.links.flat_bytes)
@@ -323,6 +351,8 @@ class Builder:
             price[self._in_other_type(copies.sources, copies.wanted)] = UNREACHABLE
         if sharing.producer in self._parameters and self.links.kept_axis >= 0:
             price[self._gathered_along(self.links.kept_axis, copies.sources, copies.wanted)] = UNREACHABLE
+        if sharing.category == "reduction" and self.links.kept_axis >= 0:
+            price[self._scattered_along(self.links.kept_axis, copies.sources, copies.wanted)] = UNREACHABLE
         hidden = np.where(np.isfinite(price), 0.0, price)
         # Sums of micro-batches' gradients are reduced with the last of them: what hides is the outcome's.
         apart = sharing.category == "reduction" and self._microbatches > 1
@@ -368,6 +398,13 @@ class Builder:
     def _gathered_along(axis: int, sources: Sequence[Layout], wanted: Sequence[Layout]) -> npt.NDArray[np.bool_]:
         """Return which redistributions gather along an axis."""
         return np.array([[isinstance(a[axis], Shard) and a[axis] != b[axis] for b in wanted] for a in sources])
+
+    @staticmethod
+    def _scattered_along(axis: int, sources: Sequence[Layout], wanted: Sequence[Layout]) -> npt.NDArray[np.bool_]:
+        """Return which redistributions scatter a sum along an axis."""
+        return np.array(
+            [[isinstance(a[axis], Partial) and isinstance(b[axis], Shard) for b in wanted] for a in sources]
+        )
 
     def _in_other_type(self, sources: Sequence[Layout], wanted: Sequence[Layout]) -> npt.NDArray[np.bool_]:
         """Return which redistributions of a gradient that is then cast up are not to be.

@@ -13,6 +13,7 @@ from autopar.api import validating
 from autopar.api.validating import estimates_of, price_steps
 from autopar.ir.plan import Estimates
 from autopar.search.cuts import even_cut
+from cost_models.published import Priced
 from cost_models.training_rows import read_training_row
 from cost_models.validation import Skipped
 from tests.support.training_row import ROW
@@ -120,6 +121,17 @@ def test_a_sharded_optimizer_needs_less_memory_than_a_whole_one():
 
     assert sharded.memory.optimizer == pytest.approx(whole.memory.optimizer / 8, rel=0.01)
     assert sharded.memory.parameters == whole.memory.parameters
+
+
+def test_stage_two_holds_its_own_part_of_gradients_besides():
+    ways = {**SMALL, "dp": "8", "tp": "1", "pp": "1", "framework": "pytorch fsdp", "micro_batch": "1"}
+    one, two = price_steps([(2, {**ways, "zero": "1"}), (3, {**ways, "zero": "2"})], workers=1)
+    whole = _priced(**{**ways, "zero": "1"}).memory.gradients
+
+    assert isinstance(one, Priced)
+    assert isinstance(two, Priced)
+    assert one.predicted_bytes - two.predicted_bytes == pytest.approx(whole * 7 / 8)
+    assert whole > 0
 
 
 def test_rows_that_cannot_be_priced_are_named_and_skipped():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.api.as_run import AsRun
 from autopar.api.validating import estimates_of
 from autopar.ir.plan import Estimates
 from cost_models.training_rows import TrainingRow, read_training_row
@@ -84,3 +85,52 @@ def test_encoders_take_longer_than_decoders_of_their_size():
     encoder, decoder = (_priced(_row(**sizes, family=each)).breakdown.compute_s for each in ("bert", "gpt"))
 
     assert encoder > 1.1 * decoder
+
+
+@pytest.mark.parametrize("way", [{}, {"recompute": "full"}, {"pp": "2", "dp": "2"}])
+def test_linears_that_keep_their_own_rows_gather_them_again_for_weight_gradients(way: dict[str, str]):
+    # Compiled, so that the device, and not its host, takes the time.
+    split = _row(**{"dp": "4", "tp": "2", "sequence_parallel": "yes", "global_batch": "4", "compiled": "yes", **way})
+    again, kept = (_priced(split, gathers_again=each) for each in (True, False))
+
+    # What queries, keys and values are made of, gate and up, and the logits.
+    microbatches, gathered = 2 if "pp" in way else 1, 4096 * 2048 * 2
+    assert again.communication_bytes - kept.communication_bytes == microbatches * (2 * 3 + 1) * gathered
+    assert kept.step_time_s < again.step_time_s < 1.2 * kept.step_time_s
+
+
+def test_rows_that_are_gathered_again_are_not_kept_gathered():
+    split = _row(dp="4", tp="2", sequence_parallel="yes", global_batch="4", layers="8")
+    again, kept = (_priced(split, gathers_again=each) for each in (True, False))
+
+    saved = kept.peak_memory_bytes - again.peak_memory_bytes
+    assert saved == pytest.approx(2 * 8 * 4096 * 2048 * 2 / 2, rel=0.1), "but for a rank's own rows"
+    assert again.memory.gradients == kept.memory.gradients
+
+
+def test_without_sequence_parallelism_nothing_is_gathered_again():
+    whole = _row(dp="4", tp="2", global_batch="4")
+    again, kept = (_priced(whole, gathers_again=each) for each in (True, False))
+
+    assert again.communication_bytes == kept.communication_bytes
+    assert again.peak_memory_bytes == kept.peak_memory_bytes
+
+
+def test_keys_and_values_go_round_once_more_in_backward(monkeypatch: pytest.MonkeyPatch):
+    # Keys that are rotated may be gathered before, and are whole then.
+    split = _row(dp="4", cp="2", global_batch="4", family="gpt")
+    round_again = estimates_of(split)
+    monkeypatch.setattr(AsRun, "_again_axes", lambda *_: frozenset())
+    kept = estimates_of(split)
+
+    assert round_again.communication_bytes - kept.communication_bytes == 3 * 2 * 4096 * 8 * 128 * 2
+
+
+def test_what_is_cast_before_it_is_gathered_takes_half_as_long():
+    split = _row(dp="4", tp="2", sequence_parallel="yes", global_batch="4", compiled="yes", precision="fp8")
+    narrow, wide = (_priced(split, gathers_narrow=each).breakdown.exposed_communication_s for each in (True, False))
+    short = replace(split, precision="bf16", narrow="")
+    same = {_priced(short, gathers_narrow=each).breakdown.exposed_communication_s for each in (True, False)}
+
+    assert narrow < wide
+    assert len(same) == 1, "nothing is cast"
