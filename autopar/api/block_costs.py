@@ -12,6 +12,7 @@ from autopar.costs.issued import Issued
 from autopar.costs.liveness import Life, base_of, gradients_of, lives, lives_of_step, local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Outcome
+from autopar.costs.travelling import travelling
 from autopar.ir.graph import Op
 from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.weight_gradients import weight_gradients
@@ -235,16 +236,19 @@ class BlockCosts:
         links = self.outcome.links
         # Frameworks differ in whether they reduce sums behind the last micro-batch.
         hides = links.hides_reductions or not links.flat_bytes
+        once: dict[tuple[int, bool], list[Issued]] = {}
         for issued in self.outcome.messages():
             if self._is_once(issued):
-                at, taken = self.of[issued.at], links.message_s(issued.message)
-                hidable = links.hidable_s(issued.message)
-                if issued.finishes:
+                once.setdefault((self.of[issued.at], issued.finishes), []).append(issued)
+        for (at, finishes), issues in once.items():
+            for message in travelling(self.outcome, issues):
+                taken, hidable = links.message_s(message), links.hidable_s(message)
+                if finishes:
                     found.reduce_s[at] += taken
                     found.reduce_hidable_s[at] += hidable if hides else 0.0
-                    renewal_s = links.renewal_s(issued.message)
+                    renewal_s = links.renewal_s(message)
                     found.gather_s[at] += renewal_s
-                    found.gather_hidable_s[at] += renewal_s * links.overlap(issued.message.axis)
+                    found.gather_hidable_s[at] += renewal_s * links.overlap(message.axis)
                 else:
                     found.gather_s[at] += taken
                     found.gather_hidable_s[at] += 0.0 if links.flat_bytes else hidable

@@ -107,6 +107,11 @@ class Solving:
         return model_flops(self.program)
 
     @cached_property
+    def _parameter_bytes(self) -> int:
+        made = [op.outputs[0] for op in self.program.ops if op.kind == "parameter"]
+        return sum(meta.nbytes for meta in made if meta is not None)
+
+    @cached_property
     def equal(self) -> ClusterSpec:
         """Return the cluster as if all its nodes were as slow as the slowest: at that pace synchronous ranks go."""
         return self.cluster.as_equal()
@@ -201,7 +206,8 @@ class Solving:
         """Return the prices of moving data on a trial's mesh; those of trials alike in it are found once."""
         key = tuple(axis.size for axis in trial.mesh), int(trial.microbatches > 1)
         if key not in self._links:
-            self._links[key] = Links(self.equal, *key, two_level=self.options.two_level)
+            together = self._parameter_bytes if self.options.overlap else 0
+            self._links[key] = Links(self.equal, *key, two_level=self.options.two_level, bucket_bytes=together)
         return self._links[key]
 
     def uneven(self, trial: Trial) -> str | None:
@@ -260,14 +266,14 @@ class Solving:
         solution = solve_program(one.program, self._limits(self.budget, left_s, best_s))
         if not solution.options:
             return self._without_plan(one, solution)
-        outcome = self.outcome(one, wishes, solution)
+        outcome = with_room(self.outcome(one, wishes, solution), self.budget)
         return Solved(trial, solution, outcome, outcome.step_s)
 
     def outcome(self, one: Waiting, wishes: Wishes, solution: Solution) -> Outcome:
         """Return what a solution stands for."""
         graph = self.graph(one.trial.recompute, wishes)
-        keep = self.options.keep_outputs
-        return Outcome(graph, one.pricing, one.links, solution.options, self.optimizer, keep_outputs=keep)
+        keep, on = self.options.keep_outputs, self.options.overlap
+        return Outcome(graph, one.pricing, one.links, solution.options, self.optimizer, on, keep_outputs=keep)
 
     def _solve_staged(
         self, one: Waiting, wishes: Wishes, ways: Sequence[Wanted], best_s: float, left_s: float, cuts: Sequence[str]
@@ -374,6 +380,16 @@ class Solving:
     def _without_plan(self, one: Waiting, solution: Solution) -> Solved:
         solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
         return Solved(one.trial, solution, why_not=WHY_NOT.get(solution.status, solution.status))
+
+
+def with_room(outcome: Outcome, budget: int) -> Outcome:
+    """Return an outcome whose collectives may hold, to travel together, what memory is left of a budget in bytes."""
+    behind = (each.message.op for each in outcome.messages() if each.mergeable)
+    if not outcome.merges or outcome.microbatches > 1 or all(op == "all_reduce" for op in behind):
+        return outcome
+    spare_bytes = max(0, budget - replace(outcome, merges=False).memory().total)
+    roomy = replace(outcome, spare_bytes=spare_bytes)
+    return roomy if roomy.memory().total <= budget else outcome
 
 
 def ruled_out(trial: Trial, bound_s: float) -> Solved:

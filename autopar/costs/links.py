@@ -102,6 +102,10 @@ class Links:
     flat_bytes: int = 0
     """Size of the buffers that parameters and gradients travel in; 0: each travels by itself."""
 
+    bucket_bytes: int = 0
+    """Of one collective of all parameters or gradients: those that may travel together are priced as parts of it until
+    an outcome says which do; 0: each travels by itself. See `costs.travelling`."""
+
     reduces_each: bool = False
     """Whether each micro-batch's gradients of sharded parameters are scattered, for which whole sums have no room."""
 
@@ -174,7 +178,7 @@ class Links:
             return 0.0
         whole = self.travelling(message)
         if whole is not message:
-            return self.message_s(whole) * message.bytes / whole.bytes
+            return self.message_s(whole) * message.bytes / whole.bytes + self.packing_s(message)
         return self._price_of(message).seconds + self.packing_s(message)
 
     def packing_s(self, message: Message) -> float:
@@ -239,8 +243,9 @@ class Links:
 
     def travelling(self, message: Message) -> Message:
         """Return the message that one is part of: the flat buffer, where it is flattened."""
-        inside = message.flat and message.bytes < self.flat_bytes
-        return Message(message.op, message.axis, self.flat_bytes) if inside else message
+        together = message.op == "all_reduce" or not self.time_axes  # as `costs.buckets` has it
+        size = self.flat_bytes or self.bucket_bytes * together
+        return Message(message.op, message.axis, size) if message.flat and message.bytes < size else message
 
     def _chunks(self, op: str) -> tuple[int, ...]:
         """Return into how many chunks a collective in two levels can be cut: only where a host's thread runs it."""
@@ -267,6 +272,9 @@ class Links:
         """
         if message.axis < self.time_axes:
             return 0.0
+        whole = self.travelling(message)
+        if whole is not message:
+            return self.hidable_s(whole) * message.bytes / whole.bytes
         rest = self.message_s(message) - self._blocking_s[message.axis] - self.packing_s(message)
         hops = self._hops[message.axis]
         if all(hop.host_bytes_per_s for hop in hops):

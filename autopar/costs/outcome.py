@@ -9,20 +9,20 @@ from functools import cached_property
 from math import prod
 
 from autopar.costs import operators
-from autopar.costs.buckets import REDUCTIONS, Clock, runs_of, together
+from autopar.costs.buckets import Clock, runs_of, together
 from autopar.costs.expanded import index_shares
 from autopar.costs.fusion import fused_traffic
 from autopar.costs.held import held_curve, held_memory, merging_bytes, needed_until
-from autopar.costs.issued import Copy, Issued
+from autopar.costs.issued import Issued
+from autopar.costs.issuing import issued
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import gradient_indices
-from autopar.costs.moves import copy_read, moved_before, readers, roots_of, settled_by
+from autopar.costs.moves import roots_of
 from autopar.costs.narrowing import narrowed_products
-from autopar.costs.packing import memory_order
-from autopar.costs.regathers import passes
 from autopar.costs.table import Pricing
-from autopar.costs.timing import timing
-from autopar.ir.graph import Graph, Op, Ref
+from autopar.costs.timing import Timing, timing
+from autopar.costs.travelling import beyond, travelling
+from autopar.ir.graph import Graph, Op
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import parted, within
 from autopar.ir.placement import Layout, Placement, Shard
@@ -40,7 +40,7 @@ from autopar.ir.plan import (
     Schedule,
     Stage,
 )
-from autopar.ir.roles import gradient_like, is_view, leaves, parameter_like
+from autopar.ir.roles import is_view
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 
@@ -197,7 +197,7 @@ class Outcome:
 
     @cached_property
     def _messages(self) -> tuple[Issued, ...]:
-        return tuple(_issued(self))
+        return tuple(issued(self))
 
     def collectives(self, mesh: Mesh) -> tuple[Collective, ...]:
         """Return the collectives of one step, equal ones counted together, in program order; merged ones last."""
@@ -295,10 +295,14 @@ class Outcome:
             end[op.name] = now[op.phase]
         return Clock(begin, end, now, self.microbatches)
 
+    @cached_property
+    def _timing(self) -> Timing:
+        return timing(self.pricing.table, self.options, beyond(self))
+
     @property
     def step_s(self) -> float:
         """Return the seconds of a step: of the device, or of the host that drives it."""
-        time = timing(self.pricing.table, self.options)
+        time = self._timing
         device = self.links.cluster.device
         shown_s = time.forward_s + time.backward_s - self._hidden_at_ends_s
         return device.with_host_s(shown_s, self.issued_operators) + time.optimizer_s
@@ -321,7 +325,7 @@ class Outcome:
     def _hidden_behind_s(self, once: Sequence[Issued], phase: str) -> float:
         if not once:
             return 0.0
-        messages = [each.message for each in once]
+        messages = travelling(self, once)
         alone = max(self.links.hidable_s(self.links.travelling(each)) for each in messages)
         return max(0.0, min(sum(map(self.links.hidable_s, messages)) - alone, self._phase_s(phase)))
 
@@ -343,8 +347,7 @@ class Outcome:
 
         MFU is `model_flops`, those of the program with nothing recomputed, over the peak of the type named `dtype`.
         """
-        table = self.pricing.table
-        time = timing(table, self.options)
+        time = self._timing
         step_s = self.step_s
         compute = self._compute_s()
         memory = self.memory()
@@ -396,104 +399,3 @@ def _kind(issued: Issued) -> tuple[Message, str, str, bool, int]:
 
 def _label(op: Op) -> str:
     return op.target if op.kind in {"input", "tangent"} else op.moved
-
-
-def _issued(outcome: Outcome) -> Iterator[Issued]:
-    done: set[Copy] = set()
-    yield from _issued_for_operators(outcome, done)
-    yield from _issued_for_outputs(outcome, done)
-
-
-def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
-    graph, links = outcome.graph, outcome.links
-    starts, ends = parameter_like(graph), gradient_like(graph)
-    roots = roots_of(graph)
-    again, settled = moved_before(outcome, roots), settled_by(outcome)
-    for op in graph.ops:
-        rep = graph.representative(op.name)
-        strategy = outcome.strategy(rep)
-        for ref, need in zip(op.refs, strategy.inputs, strict=True):
-            source = graph.representative(ref.op)
-            key = copy_read(outcome, roots, op, ref, need)
-            if key is None or key in done:
-                continue
-            done.add(key)
-            have = outcome.layout(source, ref.index)
-            behind = ref.op in starts or ref.op in ends
-            moved = graph.by_name[ref.op].moved
-            summed = links.sums_whole and ref.op in ends and outcome.microbatches > 1
-            one = ref.op in roots and outcome.keeps_gather(roots[ref.op]) and outcome.microbatches > 1
-            times = 1 if summed or one else outcome.microbatches
-            messages = links.route_messages(
-                have,
-                need,
-                graph.meta(ref),
-                flat=behind and bool(links.flat_bytes),
-                order=memory_order(graph, graph.by_name[source]),
-            )
-            whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts and ref.op not in again
-            # A gradient that is cast once it is reduced; with micro-batches, its sum is what is reduced.
-            last = outcome.microbatches == 1 and op.name in settled
-            whole = whole or (last and len(messages) == 1 and messages[0].op in REDUCTIONS)
-            backward = bool(messages) and op.phase == "backward"
-            read_by = readers(outcome, ref, need, key[3] or None) if backward else ()
-            for message in messages:
-                yield Issued(
-                    message, op.phase, source, behind and not summed and not one, op.name, times, summed,
-                    mergeable=whole, tensor=moved, source=ref, copy=key, readers=read_by,
-                )  # fmt: skip
-            if not behind:
-                yield from _issued_again(outcome, ref, need, key)
-        metas = tuple(graph.meta(ref) for ref in op.refs)
-        for message in links.inner_messages(op, metas, strategy):
-            yield Issued(
-                message, op.phase, rep, False, op.name, outcome.microbatches, tensor=op.moved, readers=(op.name,)
-            )
-
-
-def _issued_again(outcome: Outcome, ref: Ref, need: Layout, copy: Copy) -> Iterator[Issued]:
-    """Yield the gathers by which those who read a value in a layout later have it again, where it is not kept."""
-    graph = outcome.graph
-    source = graph.representative(ref.op)
-    order = memory_order(graph, graph.by_name[source])
-    messages = outcome.links.messages_again(outcome.layout(source, ref.index), need, graph.meta(ref), order)
-    moved, times = graph.by_name[ref.op].moved, outcome.microbatches
-    for late in passes(graph, ref, readers(outcome, ref, need, None))[1:] if messages else ():
-        at, by = late.computing[0], late.computing
-        for each in messages:
-            yield Issued(each, "backward", source, False, at, times, tensor=moved, source=ref, copy=copy, readers=by)
-
-
-def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
-    graph, links, ends = outcome.graph, outcome.links, gradient_like(outcome.graph)
-    for output in graph.outputs:
-        if output.ref is None:
-            continue
-        source = graph.representative(output.ref.op)
-        have = outcome.layout(source, output.ref.index)
-        need = (
-            outcome.output_layout(output.name)
-            if output.kind == "output"
-            else outcome.layout(graph.representative(output.name))
-        )
-        phase = graph.by_name[output.ref.op].phase
-        key = (output.ref.op, output.ref.index, need, "")
-        if have == need or key in done:
-            continue
-        done.add(key)
-        flat = output.kind == "gradient" and bool(links.flat_bytes)
-        order = memory_order(graph, graph.by_name[source])
-        messages = links.route_messages(have, need, graph.meta(output.ref), flat=flat, order=order)
-        summed = output.kind == "gradient" and len(messages) == 1 and messages[0].op in REDUCTIONS
-        of_parameter = output.kind == "gradient"
-        early = of_parameter and outcome.reduces_early(graph.representative(output.name))
-        reduced = of_parameter and not early
-        times = 1 if reduced else outcome.microbatches
-        behind = (of_parameter or output.ref.op in ends) and not (reduced and outcome.microbatches > 1)
-        named = graph.by_name[output.name] if of_parameter else graph.by_name[output.ref.op]
-        for message in messages:
-            yield Issued(
-                message, phase, source, behind, output.ref.op, times, reduced,
-                mergeable=summed and not early and leaves(graph, output.ref), tensor=named.moved, source=output.ref,
-                copy=key, readers=(output.ref.op,) if early else (),
-            )  # fmt: skip

@@ -311,7 +311,7 @@ class Builder:
         sources, layout = self._made(sharing)
         demands, ways = self._needs(sharing)
         wanted, inside = [each for each, _ in ways], np.array([each for _, each in ways])
-        flat = sharing.category != "critical" and bool(self.links.flat_bytes)
+        flat = sharing.category != "critical" and bool(self.links.flat_bytes or self.links.bucket_bytes)
         copies = Copies(self.graph, self.links, sharing.producer, meta, sources, wanted, tuple(lives), flat)
         # What is gathered once is there for all micro-batches.
         kept = starts and sharing.phase == "both" and self._microbatches > 1

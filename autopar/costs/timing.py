@@ -24,16 +24,24 @@ class Timing:
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """[segment] seconds that are no part of a table: those that computation can run behind, and those it cannot."""
+
+    hidden_s: Floats
+    shown_s: Floats
+
+
 def pairs(group: Group, options: Sequence[int]) -> set[tuple[int, int]]:
     """Return the layouts that copies of the group's value lead between."""
     source = int(group.layout[options[group.source]])
     return {(source, int(demand.layout[options[demand.node]])) for demand in group.demands}
 
 
-def timing(table: CostTable, options: Sequence[int]) -> Timing:
-    """Return the seconds of an assignment, overlap taken into account as in `search.ilp`."""
-    work = np.zeros(table.segments)
-    hidden = np.zeros(table.segments)
+def timing(table: CostTable, options: Sequence[int], beyond: Beyond | None = None) -> Timing:
+    """Return the seconds of an assignment and of what is `beyond` it, overlap taken into account as in `search.ilp`."""
+    work = np.zeros(table.segments) if beyond is None else beyond.shown_s.copy()
+    hidden = np.zeros(table.segments) if beyond is None else beyond.hidden_s.copy()
     for node, option in zip(table.nodes, options, strict=True):
         work += node.seconds[option]
     for group in table.groups:

@@ -13,18 +13,18 @@ from autopar.models import zoo
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x))).square().mean()
 
 
-def plan(cluster: str = "cpu:4", batch: int = 8, **options: object) -> autopar.Plan:
+def plan(cluster: str = "cpu:4", batch: int = 8, width: int = 64, **options: object) -> autopar.Plan:
     with torch.device("meta"):
-        model, x = Net(), torch.empty(batch, 64)
+        model, x = Net(width), torch.empty(batch, width)
     return autopar.plan(model, cluster, example_inputs=(x,), **options)
 
 
@@ -48,10 +48,17 @@ def test_zero_three_shards_at_rest_and_gathers_in_each_phase() -> None:
 
 
 def test_zero_three_gathers_nothing_that_outweighs_the_batch() -> None:
-    placed = plan(batch=8, fix={"dp_shard": 4, "zero": 3}).decisions.parameters
+    placed = plan(batch=8, width=1024, fix={"dp_shard": 4, "zero": 3}).decisions.parameters
 
     assert {p.placements for p in placed.values()} == {(Shard(0),)}
     assert placed["up.weight"].gather == "none"
+
+
+def test_zero_three_gathers_small_parameters_together_though_they_outweigh_the_batch() -> None:
+    found = plan(batch=8, fix={"dp_shard": 4, "zero": 3})
+
+    assert found.decisions.parameters["up.weight"].gather == "per_phase"
+    assert len(found.decisions.collectives) == 4  # moving activations takes eight calls
 
 
 def test_zero_none_keeps_parameters_whole() -> None:

@@ -1,0 +1,57 @@
+"""What travels together is priced so: small gradients pay the latency of a few calls, not one each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.ir.plan import Plan
+
+DEEP = 24
+
+
+class Deep(nn.Module):
+    """Many small parameters: a scale and a bias for each narrow layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(DEEP))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def planned(**options: object) -> Plan:
+    fix = {"dp_replicate": 8}
+    return autopar.plan(Deep(), "h100-sxm-80gb:8", example_inputs=(torch.ones(4096, 64),), fix=fix, **options)
+
+
+def exposed_s(plan: Plan) -> float:
+    return plan.estimates.breakdown.exposed_communication_s
+
+
+def test_hardly_more_is_exposed_than_what_all_collectives_take():
+    plan = planned()
+
+    taken_s = sum(each.predicted_s for each in plan.decisions.collectives)
+    assert len(plan.decisions.collectives) < DEEP
+    assert 0 < exposed_s(plan) < 1.2 * taken_s  # copies on the device are counted as exposed, too
+
+
+def test_without_overlap_each_gradient_pays_for_its_call():
+    together, alone = planned(), planned(overlap=False)
+
+    assert exposed_s(alone) > 4 * exposed_s(together)
+    assert together.estimates.step_time_s < alone.estimates.step_time_s
+
+
+@pytest.mark.parametrize("fix", [{"dp_replicate": 8}, {"dp_shard": 8}, {"dp_shard": 8, "zero": 3}])
+def test_no_plan_is_faster_than_the_bound_of_the_search(fix: dict[str, int]):
+    plan = autopar.plan(Deep(), "h100-sxm-80gb:8", example_inputs=(torch.ones(4096, 64),), fix=fix)
+
+    assert plan.solver.bound <= plan.estimates.step_time_s
+    assert plan.solver.objective == pytest.approx(plan.estimates.step_time_s)
