@@ -139,6 +139,23 @@ def test_more_ranks_than_key_heads_split_the_queries_of_each():
     assert not plan.warnings
 
 
+@pytest.mark.slow
+def test_tokens_are_split_where_samples_are_fewer_than_ranks():
+    settings = LlamaSettings(1, 1024, 32, 8, 1024, vocab=64, sequence=65536)
+    with torch.device("meta"):
+        model, inputs = settings.model(), settings.inputs(1, settings.sequence)
+    free, without, fixed = (
+        autopar.plan(model, "h100-sxm-80gb:8x4", example_inputs=inputs, fix=fix, forbid=("pp", "recompute", *forbid))
+        for fix, forbid in (({}, ()), ({}, ("cp",)), ({"cp": 4, "tp": 8}, ()))
+    )
+
+    assert free.decisions.degrees["cp"] > 1
+    assert without.decisions.degrees["cp"] == 1
+    assert free.estimates.step_time_s <= fixed.estimates.step_time_s * 1.01 < without.estimates.step_time_s
+    assert free.solver.bound <= fixed.estimates.step_time_s
+    assert "indivisible-batch" not in {each.code for each in free.warnings}
+
+
 def test_experts_that_do_not_divide_are_counted():
     with pytest.raises(InfeasibleError, match=r"--fix ep=3: layers\.0\.mlp\.\w+ holds 4 experts.*choose ep of 2 or 4"):
         planned(MIXED, "cpu:3", 9, ep=3)
