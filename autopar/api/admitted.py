@@ -91,14 +91,14 @@ def require_split_attention(
             if op.target not in ATTENTION or graph.representative(op.name) != op.name:
                 continue
             if not any(isinstance(s.axes[place].inputs[0], Shard) for s in options[op.name]):
-                heads = graph.meta(op.refs[0]).shape[1]
+                heads, keys = (graph.meta(ref).shape[1] for ref in op.refs[:2])
                 raise InfeasibleError(
-                    f"--fix cp={axis.size}: {op.where} has {heads} query and {graph.meta(op.refs[1]).shape[1]} key "
-                    f"heads, which do not divide into {axis.size} equal parts, and causal attention or its mask keeps "
-                    f"query positions together; choose cp of {_divisors(heads)}"
+                    f"--fix cp={axis.size}: {op.where} has {heads} query and {keys} key heads, of which neither those "
+                    f"of keys nor the queries of each divide into {axis.size} equal parts, and causal attention or its "
+                    f"mask keeps query positions together; choose cp of {_divisors(keys, heads // keys)}"
                 )
 
 
-def _divisors(count: int) -> str:
-    found = [str(size) for size in range(2, count + 1) if count % size == 0]
+def _divisors(*counts: int) -> str:
+    found = [str(size) for size in range(2, max(counts) + 1) if any(count % size == 0 for count in counts)]
     return " or ".join(found[:1] + found[-1:] if len(found) > 4 else found) if found else "1"

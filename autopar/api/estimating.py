@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf, log
 
-from autopar.api.kinds import is_settled, shape_of, tensor_parallel
+from autopar.api.kinds import alone, shape_of, tensor_parallel
+from autopar.api.sequences import share_of_tokens
 from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
 from autopar.errors import InfeasibleError
@@ -98,15 +99,16 @@ class Estimates:
         return Ilp(pricing.table).relaxed(limits).free_s
 
     def _sample_s(self, trial: Trial, recompute: Recompute) -> float:
-        """Return what a sample takes at least on a trial's tensor-parallel ranks: samples cost least in large batches.
+        """Return what a sample takes at least on the ranks that share it: samples cost least in large batches.
 
-        0 for axes that may split the batch or tokens: other ranks may then do what is counted here.
+        Tokens that several ranks split cost no less than an even share of it. 0 for axes that may split the batch:
+        other ranks may then do what is counted here.
         """
-        if not is_settled(trial):
+        if any(axis.role == "free" for axis in trial.ranks):
             return 0.0
-        width = shape_of(trial).width
+        tokens, width = alone(trial)
         largest = self._sizes.get(width, [0])[-1]
-        return self._work_s.get((recompute, width, largest), 0.0) / max(largest, 1)
+        return self._work_s.get((recompute, width, largest), 0.0) / (max(largest, 1) * tokens)
 
     def _size(self, trial: Trial) -> int:
         return max(1, self.solving.program.batch_size // (trial.microbatches * trial.replicas))
@@ -121,6 +123,7 @@ class Estimates:
         share = (size - below) / (above - below) if above > below else 0.0
         # Devices that are faster than the slowest take a larger share of the work.
         once = (low + share * (high - low)) * (shape.depth / self.solving.pace(shape.depth))
+        once *= share_of_tokens(self.solving.program, *alone(trial))
         if trial.recompute == "none":
             return self.solving.rough("none", self.wishes).estimate_s(shape, once, budget)
         more = self._more(trial.recompute, shape.width, known[-1], fits=fits)

@@ -10,15 +10,24 @@ from autopar.costs.rough import Shape
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Recompute, Trial
 
+Alone = tuple[int, int]
+"""Ranks that share each sample: along which its tokens are split, and along which its tensors are."""
+
 _ALIKE = 3
 """Trials of a kind that are relaxed before those of others."""
 
 
 def shape_of(trial: Trial) -> Shape:
     """Return the numbers of a trial that estimates read."""
-    width = prod(axis.size for axis in trial.ranks) // trial.replicas
-    shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "ep"})
-    return Shape(trial.depth, trial.microbatches, trial.replicas, shards, width)
+    tokens, width = alone(trial)
+    shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "cp", "ep"})
+    return Shape(trial.depth, trial.microbatches, trial.replicas * tokens, shards, width)
+
+
+def alone(trial: Trial) -> Alone:
+    """Return along how many ranks a sample's tokens are split, and along how many its tensors are."""
+    tokens = prod(axis.size for axis in trial.ranks if axis.role == "cp")
+    return tokens, prod(axis.size for axis in trial.ranks) // (trial.replicas * tokens)
 
 
 def is_settled(trial: Trial) -> bool:
@@ -36,10 +45,10 @@ def tensor_parallel(batch: int, size: int, width: int, recompute: Recompute = "n
 def varied(trials: Sequence[Trial]) -> list[Trial]:
     """Return sorted trials such that the best few of every kind come before the others of any.
 
-    Trials of a kind - as many tensor-parallel ranks, as much recomputed - are estimated wrong in the same way, and
+    Trials of a kind - as many ranks to a sample, as much recomputed - are estimated wrong in the same way, and
     differ by little.
     """
-    seen: Counter[tuple[int, Recompute]] = Counter()
+    seen: Counter[tuple[Alone, Recompute]] = Counter()
     turns: list[int] = []
     for trial in trials:
         turns.append(seen[kind_of(trial)] // _ALIKE)
@@ -47,6 +56,6 @@ def varied(trials: Sequence[Trial]) -> list[Trial]:
     return [trials[place] for place in sorted(range(len(trials)), key=lambda each: (turns[each], each))]
 
 
-def kind_of(trial: Trial) -> tuple[int, Recompute]:
-    """Return along how many ranks tensors are split, and what is recomputed."""
-    return shape_of(trial).width, trial.recompute
+def kind_of(trial: Trial) -> tuple[Alone, Recompute]:
+    """Return along how many ranks tokens and tensors are split, and what is recomputed."""
+    return alone(trial), trial.recompute

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,13 +12,15 @@ from torch import fx
 
 from autopar.api import infeasible
 from autopar.api.admitted import require_admitted, splits_tensors
+from autopar.api.alternatives import alternatives
 from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.floors import WAYS
 from autopar.api.kinds import shape_of
 from autopar.api.microbatching import nothing_divides
-from autopar.api.naming import name_axes, repeating, wished
+from autopar.api.naming import name_axes, repeating
 from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped
+from autopar.api.sequences import splits_tokens
 from autopar.api.solving import Solved, Solving
 from autopar.api.wishes import Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
@@ -27,14 +28,14 @@ from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.plan import Alternative, Decisions, Fingerprint, Plan, Solver, Warned, Workload
+from autopar.ir.plan import Decisions, Fingerprint, Plan, Solver, Warned, Workload
 from autopar.ir.stages import too_many_stages, units
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.fitting import smallest_peak
 from autopar.search.ilp import Limits, Solution
-from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, candidates
-from autopar.search.trials import Trial, Uniform, depths, in_time, ways_of
+from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, by_tokens, candidates
+from autopar.search.trials import Trial, Uniform, depths, in_time
 from autopar.strategies.experts import experts
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
@@ -154,6 +155,7 @@ class Planner:
         """
         batch = self.program.graph.batch_size
         meshes = self._meshes(wishes)
+        tokens = self._by_tokens(meshes, wishes)
         parts = prod(wishes.fixed.get(key, 1) for key in DATA)
         if batch and batch % parts:
             inputs = [op.outputs[0] for op in self.program.graph.ops if op.kind == "input"]
@@ -171,14 +173,15 @@ class Planner:
             in_parts = [
                 Trial(mesh, depth, way)
                 for depth, found in meshes.items()
-                for mesh in in_time(found, batch, depth, wishes.microbatch)
+                for mesh in in_time([*found, *tokens.get(depth, ())], batch, depth, wishes.microbatch)
                 for way in self._recompute_ways()
             ]
         first = self._recompute_ways()[0]
         whole: list[Trial] = []
         hopeless: list[Solved] = []
         if wishes.microbatch is None and 1 in meshes:
-            whole = [Trial(mesh, 1, way) for way in self._recompute_ways() for mesh in meshes[1]]
+            tried = [*meshes[1], *tokens.get(1, ())]
+            whole = [Trial(mesh, 1, way) for way in self._recompute_ways() for mesh in tried]
             for way in self._recompute_ways():
                 least = least_peak_bytes(
                     self._solving.graph(way, wishes), self.cluster.device_count, self.options.optimizer
@@ -194,8 +197,23 @@ class Planner:
             raise nothing_divides(
                 [each for found in meshes.values() for each in found], wishes.microbatch, batch, wishes.depth
             )
-        later = [each for each in whole if each.recompute != first]
-        return [each for each in whole if each.recompute == first], [*later, *others], hopeless
+        # Where ranks have no samples, repeating one another's work or splitting tokens, estimates say what comes first.
+        split = tokens.get(1, [])
+        late = {each for each in whole if each.mesh in split or (split and batch % each.replicas)}
+        now = [each for each in whole if each.recompute == first and each not in late]
+        return now, [*(each for each in whole if each not in now), *others], hopeless
+
+    def _by_tokens(self, meshes: Mapping[int, Sequence[Candidate]], wishes: Wishes) -> dict[int, list[Candidate]]:
+        """Return meshes that split tokens where data-parallel ranks have no samples, by numbers of pipeline ranks."""
+        batch = self.program.graph.batch_size
+        if not batch or "cp" in wishes.forbidden or {"cp", "dp_shard", "dp_replicate"} & wishes.fixed.keys():
+            return {}
+        splits = partial(splits_tokens, self.program.graph)
+        found = {
+            depth: [each for mesh in of_depth for each in by_tokens(mesh, batch, depth, splits)]
+            for depth, of_depth in meshes.items()
+        }
+        return {depth: list(dict.fromkeys(tried)) for depth, tried in found.items() if tried}
 
     def _meshes(self, wishes: Wishes) -> dict[int, list[Candidate]]:
         """Return the meshes of one stage, by the number of pipeline ranks.
@@ -378,7 +396,7 @@ class Planner:
             estimates=found.estimates,
             solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
-            alternatives=_alternatives(best, solved, options.top_k),
+            alternatives=alternatives(best, solved, options.top_k),
             warnings=(*self._warnings(idle, repeats), *found.warnings),
             autopar_version=__version__,
         )
@@ -456,45 +474,3 @@ def _solver(
         seed=options.seed,
         candidates=len(solved),
     )
-
-
-def _alternatives(best: Solved, solved: Sequence[Solved], top_k: int) -> tuple[Alternative, ...]:
-    others = sorted((one for one in solved if one is not best), key=lambda one: (one.step_s, one.solution.bound_s))
-    return tuple(_alternative(one, best) for one in others[:top_k])
-
-
-def _alternative(one: Solved, best: Solved) -> Alternative:
-    if one.outcome is None:
-        return Alternative(
-            degrees=_with_stages(wished(one.trial.mesh), one),
-            step_time_s=None,
-            peak_memory_bytes=None,
-            why_not=_named(one, one.why_not),
-        )
-    _, degrees = name_axes(one.outcome, one.trial.mesh)
-    slower = one.step_s / best.step_s - 1.0 if best.step_s else 0.0
-    why = one.why_not or (f"{slower:.1%} slower" if slower > 0 else "as fast, found later")
-    peak = one.outcome.memory().total if one.pipeline is None else one.pipeline.static.total
-    return Alternative(
-        degrees=_with_stages(degrees, one),
-        step_time_s=one.step_s,
-        peak_memory_bytes=peak,
-        why_not=_named(one, why),
-    )
-
-
-def _with_stages(degrees: Mapping[str, int], one: Solved) -> Mapping[str, int]:
-    return {**degrees, "pp": one.trial.depth} if one.trial.depth > 1 else degrees
-
-
-def _named(one: Solved, why: str) -> str:
-    """Return why a trial lost, with what its degrees do not say of it."""
-    parts = []
-    if one.trial.microbatches > 1:
-        parts.append(f"{one.trial.microbatches} micro-batches")
-    ways = Counter(ways_of(one.trial.recompute).values())
-    if isinstance(one.trial.recompute, str):
-        parts += [f"recompute {way}" for way in ways]
-    else:
-        parts += [f"recompute {way} in {count} blocks" for way, count in sorted(ways.items())]
-    return f"{why} ({', '.join(parts)})" if parts else why

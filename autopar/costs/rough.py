@@ -26,7 +26,7 @@ class Shape:
     depth: int
     microbatches: int
     replicas: int
-    """Ranks along which the batch is split."""
+    """Ranks along which the batch or its tokens are split."""
 
     shards: int
     """Of these, ranks along which parameters may be sharded at rest."""

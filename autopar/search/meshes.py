@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 Role = Literal["microbatch", "dp_replicate", "dp_shard", "cp", "ep", "tp", "free"]
@@ -22,6 +22,9 @@ _ORDER: tuple[Role, ...] = ("microbatch", "dp_replicate", "dp_shard", "cp", "ep"
 
 _IN_FREE: tuple[Role, ...] = ("tp", "dp_replicate", "dp_shard")
 """Roles of axes that do nothing which free ones cannot."""
+
+_SEVERAL = 4
+"""Micro-batches a pipeline rank with which a pipeline is busy for most of a step."""
 
 _FREE_LIMIT = 16
 """World sizes up to which an axis over all devices is free; beyond, it is data parallel, and freedom stays inside."""
@@ -109,6 +112,29 @@ def _splits(
 def _assemble(known: Mapping[str, int], extra: Mapping[Role, int]) -> Candidate | None:
     sizes: dict[str, int] = {**known, **{str(role): size for role, size in extra.items()}}
     return tuple(MeshAxis(role, sizes[role]) for role in _ORDER if sizes.get(role, 1) > 1)
+
+
+def by_tokens(mesh: Candidate, batch: int, depth: int, splits_tokens: Callable[[int], bool]) -> list[Candidate]:
+    """Return a mesh with `cp` in place of data-parallel ranks that a batch has no samples for; empty where it has.
+
+    Of pipelines, those for whose micro-batches it has none: data parallelism is left such that a rank has one for each
+    of the `depth` stages, and such that it has several.
+    """
+    data = [axis for axis in mesh if axis.role in DATA]
+    if len(data) != 1 or data[0].role == "ep" or any(axis.role in _OF_SOME for axis in mesh):
+        return []
+    ranks = data[0].size
+    if batch % ranks == 0 and batch >= ranks * depth:
+        return []
+    shared = _divisors(gcd(ranks, batch))
+    enough = [max((each for each in shared if batch >= each * times * depth), default=1) for times in (1, _SEVERAL)]
+    found = []
+    for parts in dict.fromkeys(enough if depth > 1 else enough[:1]):
+        if parts < ranks and splits_tokens(ranks // parts):
+            axes = (replace(data[0], size=parts), MeshAxis("cp", ranks // parts))
+            inner = (replace(axis, role="tp") for axis in mesh if axis.role in {"free", "tp"})
+            found.append(in_order(axis for axis in (*axes, *inner) if axis.size > 1))
+    return found
 
 
 def in_order(mesh: Iterable[MeshAxis]) -> Candidate:

@@ -2,8 +2,8 @@
 
     q [b, h, l, e]   k [b, h, s, e]   v [b, h, s, f]   ->   out [b, h, l, f], logsumexp [b, h, l]
 
-With fewer key than query heads (grouped queries) the query heads are `(h g)`.
-Splitting the query positions `l` makes the gradients of keys and values terms.
+With fewer key than query heads (grouped queries) the query heads are `(h g)`: split by `g`, every rank has some queries
+of each group and the keys of all. Splitting that or the positions `l` makes the gradients of keys and values terms.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _whole(call: Call, *, exact: bool) -> frozenset[str]:
     A causal kernel counts query positions from 0, so their split would need the rank's offset; where a rank has
     positions of both ends (`BALANCED`), its kernel is told which.
     """
-    return frozenset("sg") if exact and call.arg("is_causal") in {False, None, BALANCED} else frozenset("sgl")
+    return frozenset("s") if exact and call.arg("is_causal") in {False, None, BALANCED} else frozenset("sl")
 
 
 def _sums(shape: tuple[int, ...], call: Call) -> tuple[Dims, bool]:

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from autopar.api.estimating import Estimates
-from autopar.api.solving import Solved, Solving
+from autopar.api.sequences import share_of_tokens
+from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
 from autopar.capture import Captured
+from autopar.models.zoo.llama import LlamaSettings
 from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
@@ -18,6 +20,8 @@ from tests.api.test_outer import CAPTURED, Deep, cluster
 from tests.support.remembering import remembered
 
 MANY_SAMPLES = remembered(Deep(), (torch.empty(8192, 128),))
+LLAMA = LlamaSettings(1, 64, 8, 4, 64, vocab=64, sequence=64)
+TOKENS = remembered(LLAMA.model(), LLAMA.inputs(4, 64))
 
 
 def estimates(program: Captured = CAPTURED) -> Estimates:
@@ -41,6 +45,27 @@ def test_no_plan_of_a_trial_beats_its_bound(program: Captured, recompute: Unifor
     found.of([trial], fits=False)
 
     assert found.bound_s(trial) <= step_s(found, trial) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("axes", [{"cp": 4}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)
+def test_no_plan_that_splits_tokens_beats_its_bound(axes: dict[Role, int]):
+    found = estimates(TOKENS)
+    trial = Trial(tuple(MeshAxis(role, size) for role, size in axes.items()))
+    likely = found.of([trial], fits=False)
+    priced = found.solving.bound(trial, found.wishes, 60.0)
+
+    assert isinstance(priced, Waiting)
+    assert 0.0 < found.bound_s(trial) <= priced.bound_s * (1 + 1e-9)
+    assert likely[trial] < inf
+
+
+def test_attention_is_split_by_tokens_as_far_as_heads_go():
+    graph = TOKENS.graph
+
+    assert share_of_tokens(graph, 1, 4) == 1.0
+    assert share_of_tokens(graph, 4, 1) == share_of_tokens(graph, 2, 1) / 2 == 0.25
+    assert share_of_tokens(graph, 2, 4) == 0.5
+    assert 0.25 < share_of_tokens(graph, 4, 4) < 1.0
 
 
 def test_what_tensor_parallel_ranks_take_says_nothing_of_axes_that_may_split_the_batch():

@@ -19,6 +19,7 @@ from tests.support.routing import Experts
 from tests.support.training import Trained, train
 
 DENSE = LlamaSettings(1, 32, 4, 4, 64, vocab=64, sequence=16)
+GROUPED = LlamaSettings(1, 32, 4, 2, 64, vocab=64, sequence=16)
 MIXED = LlamaSettings(1, 32, 4, 4, 64, vocab=64, sequence=16, experts=4)
 EXPERTS = {f"layers.0.mlp.{name}" for name in ("gate", "up", "down")}
 
@@ -71,6 +72,11 @@ def test_sequences_on_several_ranks_train_as_on_one(pool: RankPool, fix: dict[st
         assert done.worst_gradient < 1e-4
 
 
+def test_queries_of_one_group_of_heads_train_on_several_ranks(pool: RankPool):
+    for done in pool.values(train_llama, GROUPED, {"cp": 2, "tp": 2}):
+        assert done.worst_gradient < 1e-4
+
+
 def train_grouped(_rank: int, fix: dict[str, Any]) -> Trained:
     torch.manual_seed(4)
     return train(Experts(layers=1), (torch.randn(8, 3, 8),), "cpu:4", fix)
@@ -118,6 +124,36 @@ def test_attention_is_split_by_heads_where_activations_are_by_tokens():
     assert products == [Shard(0)]
     moved = {each.op for each in plan.decisions.collectives if each.phase == "forward" and each.bytes > 64}
     assert moved == {"all_to_all"}
+
+
+def test_more_ranks_than_key_heads_split_the_queries_of_each():
+    settings, fix = LlamaSettings(1, 2048, 16, 4, 1024, vocab=64, sequence=16384), {"cp": 4, "tp": 4}
+    plan = planned(settings, "h100-sxm-80gb:8x2", 1, **fix, recompute="none", zero=0)
+
+    split = [
+        {str(each) for each in op.strategy.inputs[0]}
+        for name, op in plan.decisions.operators.items()
+        if name.startswith("_scaled_dot_product_flash")
+    ]
+    assert split == [{"Shard(1)", "Shard(1, outer=4)"}] * 2
+    assert not plan.warnings
+
+
+@pytest.mark.slow
+def test_tokens_are_split_where_samples_are_fewer_than_ranks():
+    settings = LlamaSettings(1, 1024, 32, 8, 1024, vocab=64, sequence=65536)
+    with torch.device("meta"):
+        model, inputs = settings.model(), settings.inputs(1, settings.sequence)
+    free, without, fixed = (
+        autopar.plan(model, "h100-sxm-80gb:8x4", example_inputs=inputs, fix=fix, forbid=("pp", "recompute", *forbid))
+        for fix, forbid in (({}, ()), ({}, ("cp",)), ({"cp": 4, "tp": 8}, ()))
+    )
+
+    assert free.decisions.degrees["cp"] > 1
+    assert without.decisions.degrees["cp"] == 1
+    assert free.estimates.step_time_s <= fixed.estimates.step_time_s * 1.01 < without.estimates.step_time_s
+    assert free.solver.bound <= fixed.estimates.step_time_s
+    assert "indivisible-batch" not in {each.code for each in free.warnings}
 
 
 def test_experts_that_do_not_divide_are_counted():

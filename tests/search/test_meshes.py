@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.search.meshes import MeshAxis, candidates, freer
+from autopar.search.meshes import MeshAxis, by_tokens, candidates, freer
 from autopar.search.trials import in_time
 
 
@@ -37,6 +37,27 @@ def test_tensors_are_split_over_no_ranks_that_have_parts_of_few(devices: int):
     assert {axis.size for mesh in tried for axis in mesh if axis.role == "free"} == {2, 4, 8}
     assert all(axis.size == 3 for mesh in known for axis in mesh if axis.role == "tp")
     assert known
+
+
+@pytest.mark.parametrize(
+    ("batch", "depth", "tried"),
+    [
+        (1, 1, ["cp=8 x tp=4"]),
+        (4, 1, ["dp_shard=4 x cp=2 x tp=4"]),
+        (6, 1, ["dp_shard=2 x cp=4 x tp=4"]),
+        (8, 1, []),
+        (16, 2, []),
+        (8, 2, ["dp_shard=4 x cp=2 x tp=4", "cp=8 x tp=4"]),
+        (1, 4, ["cp=8 x tp=4"]),
+    ],
+)
+def test_tokens_are_split_over_ranks_that_have_no_samples(batch: int, depth: int, tried: list[str]):
+    mesh = (MeshAxis("dp_shard", 8), MeshAxis("free", 4))
+
+    found = by_tokens(mesh, batch, depth, lambda size: size in {2, 4, 8})
+
+    assert [" x ".join(f"{axis.role}={axis.size}" for axis in each) for each in found] == tried
+    assert not by_tokens(mesh, batch, depth, lambda _: False)
 
 
 def test_fixed_degrees_lie_data_outside_then_tokens_experts_and_tensors():

@@ -300,6 +300,10 @@ def attention() -> Iterator[Case]:
             out, sums = forward(q, k, v, 0.0, causal, scale=0.5)
         yield c(f"{name}.default", q, k, v, 0.0, causal, **options)
         yield c(f"{name}_backward.default", f(4, 4, 6, 8), q, k, v, out, sums, 0.0, causal, **options)
+    grouped, k, v = f(4, 8, 6, 8), f(4, 2, 6, 8), f(4, 2, 6, 8)
+    out, sums = forward(grouped, k, v, 0.0, True)
+    yield c(f"{name}.default", grouped, k, v, 0.0, True)
+    yield c(f"{name}_backward.default", f(4, 8, 6, 8), grouped, k, v, out, sums, 0.0, True)
     yield c("_scaled_dot_product_attention_math.default", f(4, 2, 6, 8), f(4, 2, 6, 8), f(4, 2, 6, 8))
 
 

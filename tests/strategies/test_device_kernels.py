@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autopar.ir.placement import Shard, local_shape
+from autopar.ir.placement import Replicate, Shard, local_shape
 from autopar.ir.strategy import Strategy
 from autopar.strategies import axis_strategies
 from autopar.strategies.call import overload
@@ -74,6 +74,15 @@ def test_attention_splits_batch_heads_and_queries_unless_causal(case: Case) -> N
 
     query = case.tensors.index(case.tensors[1 if "backward" in case.target else 0])
     assert {Shard(0), Shard(1)} <= {each.inputs[query] for each in found}
+
+
+def test_queries_of_a_group_are_split_where_every_rank_has_all_keys() -> None:
+    q, k = m(4, 32, 32, 64), m(4, 8, 32, 64)
+    case = c("_scaled_dot_product_flash_attention.default", q, k, k, 0.0, True)
+
+    found = axis_strategies(case.op, case.metas, 4, ()).strategies
+
+    assert (Shard(1, outer=8), Replicate(), Replicate()) in {each.inputs for each in found}
 
 
 @pytest.mark.parametrize(("causal", "splits"), [(False, True), (True, False)])
