@@ -30,15 +30,16 @@ QUICK = {"gpt-tiny", "mixtral-tiny"}
 )
 def test_repeating_layers_of_a_shallow_capture_gives_the_deep_capture(name: str) -> None:
     row = "blocks" if name.startswith("gpt") else "layers"
+    depth = SHALLOW + 1 if name.startswith("mixtral") else 6  # a layer of experts takes long to capture
 
-    assert deepened(_graph(name, SHALLOW), {row: 6}) == _graph(name, 6)
+    assert deepened(_graph(name, SHALLOW), {row: depth}) == _graph(name, depth)
 
 
 def test_layers_before_and_behind_the_equal_ones_stay_as_they_are() -> None:
     """One dense layer, mixtures of experts, and behind them a layer that predicts a further token."""
     shallow = _graph("deepseek-tiny", 1 + SHALLOW)
 
-    assert deepened(shallow, {"layers": 7}, first=1) == _graph("deepseek-tiny", 6)
+    assert deepened(shallow, {"layers": 6}, first=1) == _graph("deepseek-tiny", 5)
 
 
 def test_layers_that_differ_are_refused() -> None:
