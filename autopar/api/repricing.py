@@ -14,7 +14,7 @@ from typing import cast
 
 from autopar.api.describing import described
 from autopar.api.pipelining import Pipelined, Wanted, priced_as
-from autopar.api.solving import Solved, Solving
+from autopar.api.solving import Solved, Solving, with_room
 from autopar.api.stale import require_fresh
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
@@ -67,6 +67,8 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
     if (uneven := solving.uneven(trial)) is not None:
         raise UsageError(f"the plan's mesh does not lie on the levels of cluster {cluster.name!r}: {uneven}")
     outcome = _Decided(with_time(decisions), _as_planned(graph, decisions), solving.links(trial), options).outcome()
+    if depth == 1:
+        outcome = with_room(outcome, solving.budget)
     pipeline = _pipeline(plan, outcome, solving) if depth > 1 else None
     step_s = outcome.step_s if pipeline is None else pipeline.step_s
     solved = Solved(trial, Solution("optimal", outcome.options, step_s, 0.0), outcome, step_s, pipeline=pipeline)
@@ -182,8 +184,8 @@ class _Decided:
             self.options.reduce_dtype == "fp32",
         ).build()
         keep = self.options.keep_outputs
-        optimizer = self.options.optimizer
-        return Outcome(self.graph, pricing, self.links, self._options(pricing), optimizer, keep_outputs=keep)
+        optimizer, on = self.options.optimizer, self.options.overlap
+        return Outcome(self.graph, pricing, self.links, self._options(pricing), optimizer, on, keep_outputs=keep)
 
     def _options(self, pricing: Pricing) -> tuple[int, ...]:
         """Return the place of each node's decided option."""

@@ -206,7 +206,8 @@ class Solving:
         """Return the prices of moving data on a trial's mesh; those of trials alike in it are found once."""
         key = tuple(axis.size for axis in trial.mesh), int(trial.microbatches > 1)
         if key not in self._links:
-            together = self._parameter_bytes if self.options.overlap else 0
+            # Layouts are the same with and without overlap, and so are numbers.
+            together = self._parameter_bytes
             self._links[key] = Links(self.equal, *key, two_level=self.options.two_level, bucket_bytes=together)
         return self._links[key]
 

@@ -27,7 +27,7 @@ def test_one_sample_is_planned_on_several_devices(fix: dict[str, int]):
 
 
 def test_a_batch_that_divides_by_each_axis_and_not_by_both_is_planned_otherwise():
-    plan = planned("zoo:mlp", "l4:6x3", 24)
+    plan = planned("zoo:mlp", "l4:6x3", 24, pp=1)
 
     (idle,) = (each for each in plan.decisions.mesh.axes if each.name == "dp_replicate")
     assert 24 % idle.size

@@ -167,7 +167,7 @@ def test_hosts_with_unlike_numbers_of_cores_are_planned_for():
 
     plan = planned(spec, *EVEN, pp=2, microbatch=16)
 
-    assert layers_of(plan) == {"2 x fast": 8, "2 x slow": 2}
+    assert layers_of(plan) == {"2 x fast": 9, "2 x slow": 1}
     assert plan.cluster == spec.to_dict()
 
 

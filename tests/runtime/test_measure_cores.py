@@ -7,6 +7,7 @@ import torch
 
 from autopar.runtime import measure_cores as module
 from autopar.runtime.measure_cores import MeasuredCores, machine_ranks, measure_cores
+from autopar.runtime.measure_effort import Effort
 from autopar.runtime.ranks import Ranks
 from tests.support.ranks import RankPool
 
@@ -37,6 +38,6 @@ def test_ranks_of_this_machine_measure_what_they_do_at_once():
 
 
 def _measured(_: int) -> MeasuredCores | None:
-    module._ROUNDS, module._ROUND_S = 2, 0.05
+    module._ROUND_S = 0.05
     torch.set_num_threads(1)
-    return measure_cores(Ranks.join())
+    return measure_cores(Ranks.join(), Effort(longest_s=0.05, runs=2))
