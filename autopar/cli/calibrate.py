@@ -28,7 +28,7 @@ def calibrate(
         list[Path] | None,
         typer.Option("--from-nccl-tests", metavar="FILE", help="Output of nccl-tests, instead of measuring."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller sizes: a fifth of the time.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller sizes, in less time.")] = False,
 ) -> int:
     """Measure this machine: matmuls, memory, launches, collectives on every link level.
 
