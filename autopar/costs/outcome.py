@@ -224,16 +224,17 @@ class Outcome:
     @cached_property
     def _alone(self) -> Counter[tuple[Message, str, str, bool, int]]:
         """Return how many equal collectives there are of each kind, those that travel together left out."""
-        return Counter(_kind(each) for each in self.messages() if each not in self._run_of)
+        return Counter(_kind(each) for each in self.messages() if each not in self.run_of)
 
     def place(self, issued: Issued) -> int:
         """Return the place of a collective's kind, or of those it travels with, among `collectives`."""
-        if issued in self._run_of:
-            return len(self._alone) + self._run_of[issued]
+        if issued in self.run_of:
+            return len(self._alone) + self.run_of[issued]
         return self._places[_kind(issued)]
 
     @cached_property
-    def _run_of(self) -> dict[Issued, int]:
+    def run_of(self) -> dict[Issued, int]:
+        """Return, of each collective that travels with others, the place of its run among `runs`."""
         return {each: number for number, run in enumerate(self.runs) for each in run}
 
     @cached_property

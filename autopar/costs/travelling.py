@@ -38,7 +38,7 @@ def beyond(outcome: Outcome) -> Beyond | None:
         found.hidden_s[at] += times * hidden_s
         found.shown_s[at] += times * (links.message_s(message) - hidden_s)
 
-    run_of = {each: number for number, run in enumerate(outcome.runs) for each in run}
+    run_of = outcome.run_of
     places: dict[int, list[int]] = {}
     for each in outcome.messages():
         if not each.behind:
@@ -61,7 +61,7 @@ def travelling(outcome: Outcome, issued: Iterable[Issued]) -> list[Message]:
     """Return the messages in which some of an outcome's collectives travel: those that are of one run are one."""
     if not outcome.links.bucket_bytes:
         return [each.message for each in issued]
-    run_of = {each: number for number, run in enumerate(outcome.runs) for each in run}
+    run_of = outcome.run_of
     alone: list[Message] = []
     runs: dict[int, list[Issued]] = {}
     for each in issued:
