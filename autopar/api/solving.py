@@ -177,13 +177,13 @@ class Solving:
             InfeasibleError: a wish cannot be met on this mesh, or the program cannot be cut into micro-batches.
             UnknownOperatorError: `strict`, and some operators have no sharding rule.
         """
-        graph = self.graph(trial.recompute, wishes)
         links = self.links(trial)
-        options = self.choices(trial, wishes)
+        return links, self._priced(trial, wishes, links)
+
+    def _priced(self, trial: Trial, wishes: Wishes, links: Links) -> Pricing:
+        graph, options = self.graph(trial.recompute, wishes), self.choices(trial, wishes)
         in_float32 = self.options.reduce_dtype == "fp32"
-        return links, Builder(
-            graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32
-        ).build()
+        return Builder(graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32).build()
 
     def choices(self, trial: Trial, wishes: Wishes) -> Mapping[str, Sequence[MeshStrategy]]:
         """Return what each operator of a trial may do, by its representative.
@@ -268,7 +268,25 @@ class Solving:
         if not solution.options:
             return self._without_plan(one, solution)
         outcome = with_room(self.outcome(one, wishes, solution), self.budget)
-        return Solved(trial, solution, outcome, outcome.step_s)
+        return self._called_singly(Solved(trial, solution, outcome, outcome.step_s), one, wishes, left_s)
+
+    def _called_singly(self, found: Solved, one: Waiting, wishes: Wishes, left_s: float) -> Solved:
+        """Return a solved trial, or the layouts found with each call paying for itself, where those are faster.
+
+        The table gives calls that may travel together one latency, and lets each hide by itself. Together they are
+        fewer and hide less, or travel alone after all: how far a plan is from its table tells where that misled it.
+        """
+        solution = found.solution
+        if not one.links.bucket_bytes or found.step_s * (1.0 - self.options.gap) <= solution.objective_s:
+            return found
+        alone = self._priced(one.trial, wishes, replace(one.links, bucket_bytes=0))  # the same nodes and options
+        other = solve_program(Ilp(alone.table), self._limits(self.budget, left_s, inf))
+        if not other.options:
+            return found
+        outcome = with_room(self.outcome(one, wishes, other), self.budget)
+        if outcome.step_s >= found.step_s:
+            return found
+        return Solved(found.trial, replace(other, bound_s=solution.bound_s), outcome, outcome.step_s)
 
     def outcome(self, one: Waiting, wishes: Wishes, solution: Solution) -> Outcome:
         """Return what a solution stands for."""

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.api.solving import Solving
 from autopar.ir.plan import Plan
+from cost_models.cluster import ClusterSpec
 
 DEEP = 24
 
@@ -22,6 +24,13 @@ class Deep(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x)
+        return x.square().mean()
+
+
+class Squared(nn.Module):
+    """A loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().mean()
 
 
@@ -55,3 +64,28 @@ def test_no_plan_is_faster_than_the_bound_of_the_search(fix: dict[str, int]):
 
     assert plan.solver.bound <= plan.estimates.step_time_s
     assert plan.solver.objective == pytest.approx(plan.estimates.step_time_s)
+
+
+def test_layouts_priced_call_by_call_are_taken_where_the_shared_ones_take_longer_than_the_table_says(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)), Squared())
+    nic = {"bandwidth": "200Mbit/s", "latency": "1ms"}
+    spec = {
+        "version": 1,
+        "name": "hosts",
+        "nodes": {"host": {"device": "cpu", "count": 1, "nic": nic}},
+        "groups": [{"node": "host", "count": 4}],
+    }
+
+    def found() -> Plan:
+        return autopar.plan(
+            net, ClusterSpec.from_dict(spec), example_inputs=(torch.ones(32, 256),), fix={"dp_replicate": 4}
+        )
+
+    better = found()
+    monkeypatch.setattr(Solving, "_called_singly", lambda self, found, *rest: found)
+    shared = found()
+
+    assert better.estimates.step_time_s < 0.9 * shared.estimates.step_time_s
+    assert better.solver.bound == pytest.approx(shared.solver.bound)
