@@ -60,8 +60,8 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         r"unrecognized type .* at output",
         "it returns something that is neither a tensor nor a container that torch.utils._pytree knows",
         (
-            "return tensors in tuples, lists or dicts; a model of transformers that returns its cache needs "
-            "model.config.use_cache = False, which changes nothing in training (and generate needs use_cache=False)"
+            "return tensors in tuples, lists or dicts; a model of transformers returns its cache where "
+            "a call has use_cache=True: leave that out, which changes no training (generate needs use_cache=False)"
         ),
     ),
     (

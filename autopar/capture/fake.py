@@ -35,6 +35,7 @@ class FakeModel:
         with mode, _FakeOnCopy(self):
             self.module = _copy(model, memo)
         _install_recorders(self.module)
+        _make_no_caches(self.module)
         self.names: dict[int, tuple[str, ...]] = {}
         for name, tensor in named_tensors(self.module):
             self.names[id(tensor)] = (*self.names.get(id(tensor), ()), name)
@@ -165,6 +166,31 @@ def _install_recorders(module: nn.Module) -> None:
         for each in module.modules():
             if isinstance(each, kind):
                 install(each)
+
+
+def _make_no_caches(module: nn.Module) -> None:
+    """Let models of transformers return no cache of keys and values unless a call asks for one (`use_cache=True`).
+
+    Their configurations ask for one by default, for `generate`; no program of fixed shapes can return it, and training
+    does not read it. Configurations are replaced by copies: one that could not be copied with its model is the user's.
+    """
+    library: Any = sys.modules.get("transformers.configuration_utils")
+    if library is None:  # not loaded yet: no configuration can be one of its own
+        return
+    made: dict[int, Any] = {}
+
+    def without(config: Any) -> Any:
+        if not isinstance(config, library.PretrainedConfig):
+            return config
+        if id(config) not in made:
+            made[id(config)] = copied = copy.copy(config)
+            parts = {name: without(value) for name, value in vars(config).items()}
+            vars(copied).update(parts, **({"use_cache": False} if "use_cache" in parts else {}))
+        return made[id(config)]
+
+    for each in module.modules():
+        if "config" in vars(each):
+            each.config = without(each.config)
 
 
 def _copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
