@@ -147,6 +147,8 @@ def compare(name: str) -> dict[str, Any]:
     refused: dict[str, str] = {}
     spent = 0.0
     for recipe, fix in recipes(point, cluster.device_count, cluster.devices_per_node):
+        if 0 in fix.values():
+            continue  # more ranks than there are
         one = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp"), 1) | fix
         plan, took, not_ = _planned(point, graph, cluster, one)
         times[recipe] = plan.estimates.step_time_s if plan else None
