@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heapreplace
 from math import ceil, inf
 
 from autopar.api.estimating import Estimates
@@ -21,6 +20,7 @@ from autopar.api.lightening import lighter
 from autopar.api.pipelining import Pipelined, Wanted
 from autopar.api.proofs import Best, Proofs
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting, interrupted, left_out, ruled_out
+from autopar.api.turns import LATE, Turn, next_turn
 from autopar.api.wishes import Wishes
 from autopar.figures import format_bytes
 from autopar.progress import Progress
@@ -197,13 +197,14 @@ class Outer:
         A trial's turn to be relaxed comes by its estimate, that to be solved by its bound, if that is larger. So a good
         plan that is found early spares the others both.
         """
-        heap: list[tuple[float, int, Trial | Waiting]]
-        heap = [(self._likely.get(trial, 0.0), place, trial) for place, trial in enumerate(trials)]
-        heapify(heap)
+        heap: list[Turn] = [(self._likely.get(trial, 0.0), place, trial) for place, trial in enumerate(trials)]
         relaxed = solutions = 0
         try:
             while heap:
-                _, place, one = heap[0]
+                turn = next_turn(
+                    heap, late=self.best is None and self.left_to_try_s < LATE * self.solving.options.time_limit
+                )
+                _, place, one = turn
                 if isinstance(one, Waiting):
                     solutions += self._solve(one, most - solutions, len(heap), len(trials))
                 elif one in self._likely and (self.left_to_try_s <= 0 or self._is_hopeless(one)):
@@ -214,9 +215,8 @@ class Outer:
                     relaxed += 1
                     self.progress.update(done=relaxed, total=len(trials))
                     if found is not None:
-                        heapreplace(heap, (self._promised_s(found), place, found))
-                        continue
-                heappop(heap)
+                        heap.append((self._promised_s(found), place, found))
+                heap.remove(turn)
         except KeyboardInterrupt:
             known = {one.trial for one in self.solved}
             waiting = (one for _, _, one in heap if isinstance(one, Waiting) and one.trial not in known)

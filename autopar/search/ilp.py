@@ -18,6 +18,7 @@ points of the program only; points are added until none is violated.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -38,6 +39,9 @@ _TIED = 1e-9
 
 Status = Literal["optimal", "gap", "time_limit", "infeasible", "cutoff", "interrupted"]
 
+_Ended = Literal["itself", "time_limit", "interrupted"]
+"""What ended a run of the solver."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -45,6 +49,8 @@ class Limits:
 
     memory_bytes: float
     seconds: float = 60.0
+    """Of computing, not of the clock."""
+
     gap: float = 0.0
     seed: int = 0
     cutoff_s: float = np.inf
@@ -254,7 +260,7 @@ class Ilp:
         solver = self._solver(limits)
         if start is not None:
             solver.setSolution(start)
-        return self._read(solver, limits, interrupted=_interruptible(solver))
+        return self._read(solver, limits, _run(solver, limits.seconds))
 
     def relaxation(self, limits: Limits) -> Any:
         """Return a solver of the program's relaxation, yet to be run."""
@@ -272,7 +278,8 @@ class Ilp:
         too: a few times as long, and more often as good. A solution without options: no assignment beats the cutoff.
         `start`: the values of an assignment of such options, if one is known.
         """
-        relaxation.run()
+        until_s = time.process_time() + limits.seconds
+        _run_relaxed(relaxation, limits.seconds)
         status = relaxation.getModelStatus()
         bound = float(relaxation.getInfo().objective_function_value)
         solved = status == highspy.HighsModelStatus.kOptimal
@@ -292,7 +299,7 @@ class Ilp:
         if start is not None:
             solver.setSolution(start)
         solver.changeColsBounds(len(unused), unused, np.zeros(len(unused)), np.zeros(len(unused)))
-        found = self._read(solver, limits, interrupted=_interruptible(solver))
+        found = self._read(solver, limits, _run(solver, until_s - time.process_time()))
         if not found.options:
             return (found, None) if found.status == "interrupted" else None
         closed = found.objective_s - bound <= 1e-9 * max(1.0, abs(found.objective_s))
@@ -314,9 +321,9 @@ class Ilp:
         hopeless table shows as one here already. Where time is short, the bound is that of no data moved.
         """
         bound = free = self._unmoved_s()
-        solver = self.relaxation(limits)
+        solver, until_s = self.relaxation(limits), time.process_time() + limits.seconds
         for number in range(_MEMORY_ROUNDS):
-            solver.run()
+            _run_relaxed(solver, until_s - time.process_time())
             status = solver.getModelStatus()
             if status == highspy.HighsModelStatus.kInfeasible:
                 return Relaxed(np.inf, free)
@@ -347,8 +354,7 @@ class Ilp:
         solver = highspy.Highs()
         solver.silent()
         for option, value in (
-            ("threads", 1), ("random_seed", limits.seed), ("time_limit", max(limits.seconds, 0.1)),
-            ("mip_rel_gap", limits.gap), ("mip_abs_gap", 0.0),
+            ("threads", 1), ("random_seed", limits.seed), ("mip_rel_gap", limits.gap), ("mip_abs_gap", 0.0),
         ):  # fmt: skip
             solver.setOptionValue(option, value)
         if np.isfinite(limits.cutoff_s):
@@ -370,16 +376,14 @@ class Ilp:
         solver.passModel(lp)
         return solver
 
-    def _read(self, solver: Any, limits: Limits, *, interrupted: bool) -> Solution:
+    def _read(self, solver: Any, limits: Limits, ended: _Ended) -> Solution:
         info = solver.getInfo()
-        status = solver.getModelStatus()
         found = info.primal_solution_status == 2
         bound = float(info.mip_dual_bound)
         if not found:
-            stopped = status == highspy.HighsModelStatus.kTimeLimit
-            nothing: Status = "time_limit" if stopped else "cutoff" if np.isfinite(limits.cutoff_s) else "infeasible"
-            if interrupted:
-                nothing = "interrupted"
+            nothing: Status = "cutoff" if np.isfinite(limits.cutoff_s) else "infeasible"
+            if ended != "itself":
+                nothing = ended
             proven = limits.cutoff_s if nothing == "cutoff" else bound
             return Solution(nothing, (), np.inf, proven if np.isfinite(proven) else 0.0)
         values = np.array(solver.getSolution().col_value)
@@ -387,10 +391,8 @@ class Ilp:
         objective = float(info.objective_function_value)
         closed = objective - bound <= 1e-9 * max(1.0, abs(objective))
         reached: Status = "optimal" if closed else "gap"
-        if status == highspy.HighsModelStatus.kTimeLimit and not closed:
-            reached = "time_limit"
-        if interrupted:
-            reached = "interrupted"
+        if ended == "interrupted" or (ended == "time_limit" and not closed):
+            reached = ended
         return Solution(reached, options, objective, min(bound, objective))
 
     def copies(self, options: Sequence[int]) -> list[set[tuple[int, int]]]:
@@ -404,21 +406,32 @@ class Ilp:
         ]
 
 
-def _interruptible(solver: Any) -> bool:
-    """Run the solver; return whether Ctrl-C ended it, with whatever it had found by then.
+def _run(solver: Any, seconds: float) -> _Ended:
+    """Run the solver for so many seconds of computing at most; return what ended it, with what it had found by then.
 
-    HiGHS runs in a thread beside, because Python sees a signal only between two calls into C.
+    HiGHS runs in a thread beside, because Python sees a signal only between two calls into C, and because its own
+    limit is of the clock: where others compute, too, it would end searches that have hardly begun.
     """
+    until_s = time.process_time() + max(seconds, 0.1)
     solver.HandleUserInterrupt = True
     solver.startSolve()
-    interrupted = False
+    ended: _Ended = "itself"
     while True:
         try:
             if solver.wait(0.1)[0]:
-                return interrupted
+                return ended
+            if ended == "itself" and time.process_time() > until_s:
+                ended = "time_limit"
+                solver.cancelSolve()
         except KeyboardInterrupt:
-            interrupted = True
+            ended = "interrupted"
             solver.cancelSolve()
+
+
+def _run_relaxed(solver: Any, seconds: float) -> None:
+    """Run the solver of a relaxation, of which nothing is of use when it is interrupted."""
+    if _run(solver, seconds) == "interrupted":
+        raise KeyboardInterrupt
 
 
 def _options_by_layout(layout: np.ndarray) -> dict[int, list[int]]:

@@ -187,20 +187,20 @@ def _beside(
     stalls: dict[int, float] = {}
     for index, start_s, end_s in found.waits:
         stalls[tasks[index].kind] = stalls.get(tasks[index].kind, 0.0) + end_s - start_s
-    read = {each for task in tasks for each in task.reads}
+    readers = _readers(tasks)
     for kind in sorted(stalls, key=lambda each: (-stalls[each], each)):
         waits = [(index, end_s - start_s) for index, start_s, end_s in found.waits if tasks[index].kind == kind]
         given = best
-        for share in (1.0,) if all(index in read for index, _ in waits) else _AT_THE_END:
-            order, deferred = list(given.order), dict(given.deferred)
+        for share in (1.0,) if all(readers[index] for index, _ in waits) else _AT_THE_END:
+            line, deferred = _Line(tasks, readers, list(given.order)), dict(given.deferred)
             for index, stall_s in waits:
-                deferred.update(_candidates(tasks, order, index, share * stall_s))
+                deferred.update(_candidates(line, index, share * stall_s))
             if len(deferred) == len(given.deferred):
                 continue
-            tried = simulate(tasks, order)
+            tried = simulate(tasks, line.order)
             faster = tried.step_s < found.step_s * (1.0 - _WORTH)
-            if faster and tried.peak_bytes <= limit and not breaks(tasks, order):
-                best, found = Scheduled(tuple(order), given.ahead, deferred), tried
+            if faster and tried.peak_bytes <= limit and not breaks(tasks, line.order):
+                best, found = Scheduled(tuple(line.order), given.ahead, deferred), tried
     return best, found
 
 
@@ -209,18 +209,71 @@ _AT_THE_END = (1.0, 0.5, 0.25, 0.125)
 and those are to be reduced, too."""
 
 
-def _candidates(tasks: Sequence[Task], order: list[int], index: int, stall_s: float) -> Iterator[tuple[int, int]]:
+@dataclass
+class _Line:
+    """An order that is being changed, and where in it each task is."""
+
+    tasks: Sequence[Task]
+    readers: Sequence[Sequence[int]]
+    """Of each task, those that read its result."""
+
+    order: list[int]
+    place: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find the places."""
+        self.place = [0] * len(self.order)
+        self._note(0, len(self.order))
+
+    def following(self, first: int, end: int, most_s: float, never: int) -> set[int] | None:
+        """Return a task and all before a place that depend on it; `None` if that takes longer, or `never` is of them.
+
+        Few tasks follow from most, and most of the others are refused: looking at all between would take longer than
+        everything else in planning a deep model.
+        """
+        found, todo, spent_s = {first}, [first], 0.0
+        while todo:
+            each = todo.pop()
+            spent_s += 0.0 if self.tasks[each].communicates else self.tasks[each].seconds
+            if each == never or spent_s > most_s:
+                return None
+            new = {one for one in self.readers[each] if self.place[one] < end and one not in found}
+            found |= new
+            todo += new
+        return found
+
+    def defer(self, some: set[int], begin: int, end: int) -> None:
+        """Move tasks that are between two places behind the others there."""
+        part = self.order[begin:end]
+        self.order[begin:end] = [*(each for each in part if each not in some), *(each for each in part if each in some)]
+        self._note(begin, end)
+
+    def _note(self, begin: int, end: int) -> None:
+        for at in range(begin, end):
+            self.place[self.order[at]] = at
+
+
+def _readers(tasks: Sequence[Task]) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in tasks]
+    for place, task in enumerate(tasks):
+        for read in task.reads:
+            found[read].append(place)
+    return found
+
+
+def _candidates(line: _Line, index: int, stall_s: float) -> Iterator[tuple[int, int]]:
     """Move operators from before a collective's issue to before its first reader, until they fill the wait.
 
     Yields each operator moved and that reader, `END` if nothing reads it: then operators move to the end of the step.
-    What follows from an operator goes with it. `order` is edited.
+    What follows from an operator goes with it. `line` is edited.
     """
-    issued = order.index(index)
-    reader = next((each for each in order[issued + 1 :] if index in tasks[each].reads), END)
+    tasks, order = line.tasks, line.order
+    reader = min(line.readers[index], key=line.place.__getitem__, default=END)
     phase = tasks[index].phase
     if reader == END and phase != tasks[order[-1]].phase:
         return
-    at, looked = issued - 1, 0
+    end = len(order) if reader == END else line.place[reader]
+    at, looked = line.place[index] - 1, 0
     while at >= 0 and stall_s > 0 and looked < REACH and tasks[order[at]].phase == phase:
         candidate = order[at]
         at -= 1
@@ -229,23 +282,9 @@ def _candidates(tasks: Sequence[Task], order: list[int], index: int, stall_s: fl
         looked += 1
         if not tasks[candidate].seconds:
             continue
-        place = len(order) if reader == END else order.index(reader)
-        following = _following(tasks, order[at + 1 : place])
-        if index in following:
+        following = line.following(candidate, end, 2 * stall_s, index)
+        if following is None:
             continue
-        own_s = sum(tasks[each].seconds for each in following if not tasks[each].communicates)
-        if own_s > 2 * stall_s:
-            continue
-        kept = [each for each in order[at + 1 : place] if each not in following]
-        order[at + 1 : place] = [*kept, *(each for each in order[at + 1 : place] if each in following)]
-        stall_s -= own_s
+        line.defer(following, at + 1, end)
+        stall_s -= sum(tasks[each].seconds for each in sorted(following) if not tasks[each].communicates)
         yield candidate, reader
-
-
-def _following(tasks: Sequence[Task], part: Sequence[int]) -> set[int]:
-    """Return the first task of a piece of the order, and all in it that depend on it."""
-    found = {part[0]}
-    for each in part[1:]:
-        if found.intersection(tasks[each].reads):
-            found.add(each)
-    return found

@@ -13,14 +13,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.ir.tasks import Task
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Replay:
     """One step in one order of tasks."""
 
+    tasks: Sequence[Task] = field(repr=False)
+    order: tuple[int, ...] = field(repr=False)
     start_s: tuple[float, ...]
     """Of each computation, when it begins; of a collective, when its issue does."""
 
@@ -32,8 +35,11 @@ class Replay:
     """When computation stands still for which collective: task, from, to."""
 
     step_s: float
-    peak_bytes: int
-    """Most bytes held at once."""
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Return the most bytes held at once; of orders that are slower nobody asks."""
+        return peak_bytes(self.tasks, self.order)
 
 
 @dataclass
@@ -110,7 +116,7 @@ def replay(tasks: Sequence[Task], order: Sequence[int]) -> Replay:
     for index in order:
         if tasks[index].communicates:
             wait(index)
-    return Replay(tuple(start), tuple(end), tuple(exposed), tuple(waits), now, peak_bytes(tasks, order))
+    return Replay(tasks, tuple(order), tuple(start), tuple(end), tuple(exposed), tuple(waits), now)
 
 
 def peak_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:

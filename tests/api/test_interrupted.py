@@ -49,7 +49,7 @@ def test_the_best_plan_so_far_has_the_gap_to_what_was_not_solved():
 
 
 def test_nothing_is_saved_where_nothing_was_found(monkeypatch):
-    monkeypatch.setattr(ilp, "_interruptible", lambda solver: True)  # before it has begun
+    monkeypatch.setattr(ilp, "_run", lambda solver, seconds: "interrupted")  # before it has begun
 
     with pytest.raises(KeyboardInterrupt):
         plan(Silent())
@@ -76,7 +76,7 @@ def test_ctrl_c_reaches_the_solver_that_runs_beside():
 
     solver = Solver()
 
-    assert ilp._interruptible(solver)
+    assert ilp._run(solver, seconds=60.0) == "interrupted"
     assert solver.told == 2
 
 

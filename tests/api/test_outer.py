@@ -228,6 +228,39 @@ def test_of_trials_that_are_bounded_the_least_bound_is_solved_first():
     assert solved == [plain, hoped]
 
 
+@pytest.mark.parametrize(
+    ("spent_s", "wanted"),
+    [(100.0, ["bound 0", "bound 1", "solve 1", "solve 0"]), (500.0, ["bound 0", "solve 0", "bound 1", "solve 1"])],
+)
+def test_late_without_a_plan_what_is_bounded_is_solved_before_more_is_bounded(
+    spent_s: float, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("time.process_time", lambda: spent_s)
+    search, done = outer(time_limit=1000), []
+    search.started = 0.0
+    trials = [Trial((MeshAxis("dp_shard", 4),), 1, "full"), Trial((MeshAxis("tp", 4),), 1, "full")]
+    search._likely = {trials[0]: 0.8, trials[1]: 0.9}
+
+    def bound(trial: Trial, *_: object) -> Waiting:
+        done.append(f"bound {trials.index(trial)}")
+        return Waiting(trial, Mock(), Mock(), Mock(), 1.2 - 0.1 * trials.index(trial), 0.0)
+
+    def solve(one: Waiting, *_: object) -> Solved:
+        done.append(f"solve {trials.index(one.trial)}")
+        return Solved(one.trial, Solution("infeasible", (), inf, one.bound_s))
+
+    search.solving = Mock(wraps=search.solving)
+    search.solving.options, search.solving.bound, search.solving.solve = (
+        PlanOptions.parse(time_limit=1000),
+        bound,
+        solve,
+    )
+
+    search._best_first(trials, "bound", 2)
+
+    assert done == wanted
+
+
 @pytest.mark.parametrize(("degrees", "pipelines"), [({"pp": 2}, "1, 3, 6, 12, 24"), ({"pp": 2, "tp": 4}, "1, 3, 6")])
 def test_stages_that_reach_into_a_node_are_told_with_numbers_of_stages_that_do_not(
     degrees: dict[str, int], pipelines: str

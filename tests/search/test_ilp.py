@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.costs.timing import pairs, timing
 from autopar.ir.table import CostTable, Demand, Floats, Group, MemoryRow, Node
 from autopar.search.fitting import smallest_peak, solve
-from autopar.search.ilp import Ilp, Limits, Solution
+from autopar.search.ilp import Ilp, Limits, Solution, _run
 
 FORWARD, SEGMENTS, POSITIONS = 2, 4, 3
 
@@ -232,3 +232,37 @@ def test_the_same_seed_gives_the_same_options() -> None:
     first, second = (solve(table, Limits(memory_bytes=100.0, seed=5)) for _ in range(2))
 
     assert first == second
+
+
+class Stalled:
+    """A solver that others leave no core: by the clock it takes long, and ends when it is cancelled or has computed."""
+
+    def __init__(self, clock: list[float], computes_s: float) -> None:
+        self.clock, self.left, self.cancelled = clock, 5, False
+        self.computes_s = computes_s / self.left
+
+    def startSolve(self) -> None:  # noqa: N802
+        pass
+
+    def wait(self, _: float) -> list[bool]:
+        self.clock[0] += self.computes_s
+        self.left -= 1
+        return [self.cancelled or self.left == 0]
+
+    def cancelSolve(self) -> None:  # noqa: N802
+        self.cancelled = True
+
+
+@pytest.mark.parametrize(("computes_s", "ended"), [(0.9, "itself"), (9.0, "time_limit")])
+def test_what_a_solve_may_take_is_computing_time(monkeypatch: pytest.MonkeyPatch, computes_s: float, ended: str):
+    clock = [0.0]
+    monkeypatch.setattr("autopar.search.ilp.time.process_time", lambda: clock[0])
+
+    assert _run(Stalled(clock, computes_s), seconds=1.0) == ended
+
+
+def test_an_interrupted_relaxation_interrupts_the_search(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("autopar.search.ilp._run", lambda *_: "interrupted")
+
+    with pytest.raises(KeyboardInterrupt):
+        Ilp(make_table(np.random.default_rng(0), 3, 2)).relaxed(Limits(memory_bytes=100.0))

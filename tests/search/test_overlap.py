@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.ir.tasks import COMPUTE, Task, breaks
-from autopar.search.overlap import END, schedule
+from autopar.search.overlap import END, _Line, _readers, schedule
 from autopar.simulate.streams import held_bytes, peak_bytes, replay
 
 
@@ -181,3 +182,27 @@ def test_what_is_beside_a_task_stays_where_it_was_deferred_from():
 
     assert held_bytes(tasks, (0, 1, 2)) == [101, 10, 10]
     assert held_bytes(tasks, (1, 2, 0)) == [10, 10, 11]
+
+
+@given(steps(), st.integers(0, 23), st.integers(0, 24))
+def test_what_follows_from_a_task_is_what_a_look_at_all_behind_it_finds(tasks: list[Task], first: int, end: int):
+    first = min(first, len(tasks) - 1)
+    line = _Line(tasks, _readers(tasks), list(range(len(tasks))))
+
+    wanted = {first}
+    for each in range(first + 1, min(end, len(tasks))):
+        wanted |= {each} if wanted.intersection(tasks[each].reads) else set()
+    spent_s = sum(tasks[each].seconds for each in wanted if not tasks[each].communicates)
+
+    assert line.following(first, end, spent_s, END) == wanted
+    assert line.following(first, end, spent_s, max(wanted)) is None
+    assert spent_s == 0.0 or line.following(first, end, 0.9 * spent_s, END) is None
+
+
+def test_memory_is_counted_of_no_order_that_is_slower(monkeypatch: pytest.MonkeyPatch):
+    counted: list[int] = []
+    monkeypatch.setattr("autopar.simulate.streams.held_bytes", lambda tasks, _: counted.append(len(tasks)) or [7])
+    step = replay([Task(name="t", seconds=1.0, phase="forward")], [0])
+
+    assert (step.step_s, counted) == (1.0, [])
+    assert (step.peak_bytes, step.peak_bytes, counted) == (7, 7, [1])
