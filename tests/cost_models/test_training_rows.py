@@ -358,6 +358,11 @@ ASSUMED = [
     ({"attention": "", "year": "2024"}, "a100-sxm-80gb", "attention is missing: flash, as most software of that year"),
     ({"device": "A100-80G"}, "a100-sxm-80gb", "device 'A100-80G' is taken to be a100-sxm-80gb"),
     ({"family": "Mixtral", "experts": "8", "top_k": "2"}, "a100-sxm-80gb", "family 'Mixtral' is priced as llama"),
+    (
+        {"family": "llama", "model": "Mixtral-8x7B", "experts": "8", "top_k": ""},
+        "a100-sxm-80gb",
+        "top_k is missing: 2, by the model's name",
+    ),
 ]
 
 
