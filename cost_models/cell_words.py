@@ -125,7 +125,8 @@ def is_encoder(row: Cells) -> bool:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
+    """Return a family's name by its letters and its version before the point: `Qwen2.5` is `qwen2`."""
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"(\d)\.\d+", r"\1", text.lower()))
 
 
 def family_of(row: Cells) -> tuple[str, str]:

@@ -47,8 +47,8 @@ def catalogued_name(text: str) -> str:
 
 
 def _words(text: str) -> frozenset[str]:
-    # That module is named by its host's memory; its device has 96 GB.
-    text = re.sub(r"gh200[ _-]*480 ?gb", "gh200 96gb", text.lower())
+    # Modules of 120, 240 and 480 GB are named by their hosts' memory; their device has 96 GB.
+    text = re.sub(r"gh200[ _-]*(120|240|480) ?gb", "gh200 96gb", text.lower())
     spaced = re.sub(r"\b(rtx|mi|gh|gb|tpu)[ _-]+(?=\d)", r"\1", text)
     words = re.split(r"[ _/-]+", re.sub(r"(?<![a-z\d])(\d+) ?g(i?b)?\b", r"\1gb", spaced))
     return frozenset(word for word in words if word and not re.fullmatch(r"hbm\d?e?", word))

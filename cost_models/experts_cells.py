@@ -154,17 +154,23 @@ def mixture_of(row: Cells, family: str) -> tuple[Mixture | None, str]:
             f"first_k_dense is {layers}: add moe_ffn_hidden, the width of one expert; ffn_hidden is then that of the"
             " dense layers"
         )
+    number = (known.mixture.experts, known.mixture.chosen) if known is not None else _few(model, told)
     if told:
-        return Mixture(experts=count_of(row, told), chosen=count_of(row, "top_k"), **more), ""
-    number = (known.mixture.experts, known.mixture.chosen) if known is not None else _few(model)
+        experts = count_of(row, told)
+        if said(row, "top_k") or experts != number[0]:
+            return Mixture(experts=experts, chosen=count_of(row, "top_k"), **more), ""
+        return Mixture(experts=experts, chosen=number[1], **more), f"top_k is missing: {number[1]}, by the model's name"
     what = f"experts is missing: {number[0]}, of which {number[1]} take a token, by the model's name"
     return Mixture(experts=number[0], chosen=number[1], **more), what
 
 
-def _few(model: str) -> tuple[int, int]:
-    """Return experts, and how many take a token, of a model that has but one feed-forward's width."""
-    found = next((sizes for pattern, sizes in _MIXTURES if re.search(pattern, model, re.IGNORECASE)), None)
-    if found is None:
+def _few(model: str, told: str) -> tuple[int, int]:
+    """Return experts, and how many take a token, of a model that has but one feed-forward's width.
+
+    Of one whose name does not say, none: the row has to, as it has where a column has `told` of experts.
+    """
+    found = next((sizes for pattern, sizes in _MIXTURES if re.search(pattern, model, re.IGNORECASE)), (0, 0))
+    if found == (0, 0) and not told:
         raise CostModelError(
             f"model is {model!r}, a mixture of experts by its name: add columns experts and top_k, with ffn_hidden that"
             " of one expert"

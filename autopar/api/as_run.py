@@ -13,7 +13,9 @@ from math import inf, prod
 from autopar.api.pipelining import pipelined
 from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import Wishes
-from autopar.costs.links import AGAIN, Links
+from autopar.costs.links import AGAIN, Links, Message
+from autopar.costs.outcome import Outcome
+from autopar.costs.travelling import travelling
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Estimates
@@ -45,6 +47,9 @@ class AsRun(Solving):
 
     replicas: int = 1
     """Ranks over which a sharded optimizer is."""
+
+    scatters_each: bool = False
+    """Whether each micro-batch's gradients are scattered over these (ZeRO 2), not their sums alone."""
 
     mixture: Mixture | None = None
     """Experts of the model that ran."""
@@ -186,7 +191,26 @@ class AsRun(Solving):
         if solved.outcome is None:
             raise InfeasibleError(solved.why_not)
         found = solved.outcome.estimates(_UNLIMITED, self.peak_dtype, self.model_flops)
-        return found if solved.pipeline is None else solved.pipeline.estimates(found)
+        if solved.pipeline is not None:
+            return solved.pipeline.estimates(found)
+        return _longer(found, self._scatters_s(solved.outcome)) if self.scatters_each else found
+
+    def _scatters_s(self, outcome: Outcome) -> float:
+        """Return what shows of the scatters of gradients of all micro-batches but the last, whose are priced already.
+
+        Each runs behind its own backward, where the software reduces behind computation at all. FSDP's SHARD_GRAD_OP
+        gathers parameters for each micro-batch besides, DeepSpeed once a step: that is not priced.
+        """
+        sums = travelling(outcome, [each for each in outcome.messages() if each.finishes])
+        scatters = [(self._scatter_s(each, outcome.links), outcome.links.overlap(each.axis)) for each in sums]
+        hidable = sum(seconds * share for seconds, share in scatters) if self.stack.overlaps else 0.0
+        shown = sum(seconds for seconds, _ in scatters) - min(hidable, outcome.phase_s("backward"))
+        return (outcome.microbatches - 1) * shown
+
+    @staticmethod
+    def _scatter_s(message: Message, links: Links) -> float:
+        """Return the seconds in which gradients are scattered, without the gathers of what is made of them."""
+        return links.message_s(message) - links.renewed_within_s(message)
 
     def _outcome(self, one: Waiting, wishes: Wishes, solution: Solution) -> Solved:
         outcome = self.outcome(one, wishes, solution)
@@ -197,6 +221,13 @@ class AsRun(Solving):
         if isinstance(cut, NoCut):
             return Solved(one.trial, solution, why_not="no cut into stages")
         return Solved(one.trial, solution, outcome, cut.step_s, pipeline=cut)
+
+
+def _longer(found: Estimates, more_s: float) -> Estimates:
+    """Return the estimates of a step in which communication shows for so much longer."""
+    breakdown = replace(found.breakdown, exposed_communication_s=found.breakdown.exposed_communication_s + more_s)
+    step_s = found.step_time_s + more_s
+    return replace(found, step_time_s=step_s, mfu=found.mfu * found.step_time_s / step_s, breakdown=breakdown)
 
 
 def _axis(trial: Trial, role: str) -> int:

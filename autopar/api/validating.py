@@ -163,6 +163,7 @@ def estimates_of(read: TrainingRow) -> Estimates:
         mixture=read.architecture.mixture,
         sharded_optimizer=read.zero in {1, 2},
         replicas=read.dp_shard * read.cp,
+        scatters_each=read.zero == _SHARDED_GRADIENTS,
         peak_dtype=dtype,
     )
     # What was measured reduced every gradient and gathered every parameter. FSDP shards what a tensor-parallel rank has

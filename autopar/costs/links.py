@@ -233,7 +233,14 @@ class Links:
 
         0 where that is part of the message: `gathers_ahead` says which.
         """
-        if not self.gathers_ahead or message.op != "all_reduce" or message.axis != self.sharded[0]:
+        return self._renewed_s(message) if self.gathers_ahead else 0.0
+
+    def renewed_within_s(self, message: Message) -> float:
+        """Return the seconds of such gathers that are part of a message."""
+        return 0.0 if self.gathers_ahead else self._renewed_s(message)
+
+    def _renewed_s(self, message: Message) -> float:
+        if message.op != "all_reduce" or message.axis != self.sharded[0]:
             return 0.0
         whole = self.travelling(message)
         return self._renewal_s(whole) * message.bytes / whole.bytes

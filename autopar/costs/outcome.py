@@ -328,7 +328,7 @@ class Outcome:
             return 0.0
         messages = travelling(self, once)
         alone = max(self.links.hidable_s(self.links.travelling(each)) for each in messages)
-        return max(0.0, min(sum(map(self.links.hidable_s, messages)) - alone, self._phase_s(phase)))
+        return max(0.0, min(sum(map(self.links.hidable_s, messages)) - alone, self.phase_s(phase)))
 
     def _renewal_s(self) -> float:
         """Return what shows of the gathers of new parameters, which the next step's first forward hides."""
@@ -336,9 +336,9 @@ class Outcome:
         gathers = [(self.links.renewal_s(each), self.links.overlap(each.axis)) for each in ends]
         whole = sum(seconds for seconds, _ in gathers)
         hidable = sum(seconds * share for seconds, share in gathers)
-        return whole - min(hidable, self._phase_s("forward")) if whole else 0.0
+        return whole - min(hidable, self.phase_s("forward")) if whole else 0.0
 
-    def _phase_s(self, phase: str) -> float:
+    def phase_s(self, phase: str) -> float:
         """Return the seconds that one micro-batch computes in a phase."""
         reps = Counter(self.graph.representative(op.name) for op in self.graph.ops if op.phase == phase)
         return sum(count * self.seconds(rep) for rep, count in reps.items())

@@ -111,3 +111,16 @@ def test_pythia_has_an_output_embedding_of_its_own_and_positions_that_turn():
     # Of its own: the output embedding. Not there: 1024 learned positions.
     assert pythia.memory.parameters - tied.memory.parameters == (4096 - 1024) * 256 * 2
     assert pythia.breakdown.compute_s > tied.breakdown.compute_s
+
+
+def test_zero_2_scatters_each_micro_batchs_gradients_and_zero_1_their_sums():
+    shown = {
+        (zero, batch): _priced(zero=zero, global_batch=batch, framework="deepspeed", **SLOW).breakdown
+        for zero in ("1", "2")
+        for batch in ("16", "64")
+    }
+    exposed = {key: each.exposed_communication_s for key, each in shown.items()}
+
+    assert exposed["2", "16"] == exposed["1", "16"]
+    # A scatter is half of what a step sends; three micro-batches more send one each, less what their backwards hide.
+    assert 2 * exposed["1", "64"] < exposed["2", "64"] < 2.5 * exposed["1", "64"]

@@ -17,6 +17,8 @@ SPELLINGS = {
     "AMD Instinct MI300X": "mi300x",
     "mi250x-64gb": "mi250x",
     "a10g-24gb": "a10g",
+    "NVIDIA GH200 120GB": "gh200-96gb",
+    "GH200-480GB": "gh200-96gb",
 }
 
 

@@ -349,6 +349,8 @@ ASSUMED = [
     ({"device": "H100", "intra_node_GB_per_s_per_gpu": ""}, "h100-sxm-80gb", "is taken to be h100-sxm-80gb"),
     ({"device": "Tesla V100"}, "v100-32gb", "device 'Tesla V100' is taken to be v100-32gb"),
     ({"family": "Qwen-2", "device": "b200"}, "b200", "family 'Qwen-2' is priced as llama"),
+    ({"family": "Qwen2.5", "device": "b200"}, "b200", "family 'Qwen2.5' is priced as llama"),
+    ({"family": "Llama-3.1", "device": "b200"}, "b200", "family 'Llama-3.1' is priced as llama"),
     ({"kv_heads": ""}, "a100-sxm-80gb", "kv_heads is missing: as many as heads, 16"),
     ({"kv_heads": "-"}, "a100-sxm-80gb", "kv_heads is missing: as many as heads, 16"),
     ({"dp": ""}, "a100-sxm-80gb", "dp is missing: 4, which the other degrees leave"),
@@ -356,6 +358,11 @@ ASSUMED = [
     ({"attention": "", "year": "2024"}, "a100-sxm-80gb", "attention is missing: flash, as most software of that year"),
     ({"device": "A100-80G"}, "a100-sxm-80gb", "device 'A100-80G' is taken to be a100-sxm-80gb"),
     ({"family": "Mixtral", "experts": "8", "top_k": "2"}, "a100-sxm-80gb", "family 'Mixtral' is priced as llama"),
+    (
+        {"family": "llama", "model": "Mixtral-8x7B", "experts": "8", "top_k": ""},
+        "a100-sxm-80gb",
+        "top_k is missing: 2, by the model's name",
+    ),
 ]
 
 
