@@ -6,6 +6,8 @@
   then given as it is, which is the same, and `masks.py` finds causal ones by their values.
 - `gaussian_nll_loss` refuses negative variances; they are not looked for.
 - `ctc_loss` makes a table as long as the longest target: with padded targets its size is taken from them.
+- `torch.bincount` is as long as its largest value asks for; with a `minlength`, as loads of experts have it, that long:
+  larger values, for which torch would make it longer, fail when they are counted.
 - `torch.jit.isinstance` of a plain class is Python's own `isinstance`.
 - `torch.linalg.inv`, `cholesky` and `solve` refuse singular matrices, by an operator that must stay in order with
   others; here it need not, and is dropped with the other checks.
@@ -40,6 +42,8 @@ def without_value_checks() -> Iterator[None]:
         stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", _is_causal))
         stack.enter_context(patch.object(functional, "gaussian_nll_loss", _gaussian_nll_loss))
         stack.enter_context(patch.object(functional, "ctc_loss", _ctc_loss))
+        stack.enter_context(patch.object(torch, "bincount", _bincount))
+        stack.enter_context(patch.object(torch.Tensor, "bincount", _bincount))
         stack.enter_context(patch.object(torch.jit, "isinstance", _isinstance))
         stack.enter_context(without_effect("aten::_linalg_check_errors"))
         Distribution.set_default_validate_args(False)
@@ -88,6 +92,21 @@ def _lengths(given: torch.Tensor | Sequence[int], beside: torch.Tensor) -> torch
     if len(set(given)) == 1:
         return torch.full((len(given),), given[0], dtype=torch.int64, device=beside.device)
     return torch.tensor(list(given), device=beside.device)
+
+
+def _bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """Return `torch.bincount` of values below `minlength`; without that its length is torch's to find."""
+    if minlength == 0:
+        return _torch_bincount(input, weights, minlength)
+    if weights is None:
+        counted = torch.ones_like(input, dtype=torch.int64)
+    else:
+        counted = weights.detach()
+        counted = counted if counted.dtype is torch.float32 else counted.double()
+    return input.new_zeros(minlength, dtype=counted.dtype).scatter_add(0, input.long(), counted)
+
+
+_torch_bincount = torch.bincount
 
 
 def _isinstance(value: object, kind: Any) -> bool:

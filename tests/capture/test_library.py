@@ -41,6 +41,9 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "alignment": aligned(torch.tensor([1, 2]), torch.tensor([4, 3])),
     "alignment of the longest": aligned([3, 2], [4, 4], reduction="sum", blank=0),
     "impossible alignment": aligned(torch.tensor([1, 2]), torch.tensor([3, 1]), zero_infinity=True, reduction="none"),
+    "loads": lambda h: (h.softmax(-1).mean(0) * torch.bincount(PLACES, minlength=4)).sum(),
+    "loads of a method": lambda h: (h.mean(0) * PLACES.bincount(minlength=6)[:4]).sum(),
+    "weighed loads": lambda h: (h.mean(0) * torch.bincount(PLACES, X[0], 4)).sum(),
     "kind": lambda h: h.sum() if torch.jit.isinstance(h, torch.Tensor) else h.mean(),
     "factor": lambda h: torch.linalg.cholesky(SQUARE + h @ h.mT).sum(),
 }
@@ -103,6 +106,13 @@ def test_checks_are_made_again_after_the_capture(monkeypatch: pytest.MonkeyPatch
         distributions.Normal(X, -X)
     with pytest.raises(ValueError, match="negative"):
         functional.gaussian_nll_loss(X, X, -X)
+
+
+def test_a_value_beyond_the_stated_number_of_counts_fails():
+    model = Net(lambda h: (h.mean(0)[:3] * torch.bincount(PLACES, minlength=3)).sum())
+
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        run(capture(model, (X,)), model, (X,))
 
 
 def test_an_operator_with_branches_of_its_own_is_named_with_the_way_out():
