@@ -1,7 +1,8 @@
 """What every rank would do for the first time, done once: importing it leaves torch, transformers' tracing and
 autopar with what they load and remember at the first capture, plan, rewriting and step.
 
-For a process from which ranks are forked. It starts no threads and joins no process group.
+For a process from which ranks are forked. It starts no threads and joins no process group: builds of torch with
+devices start some at the first backward, which captures have, so that there nothing is done ahead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _warm() -> None:
         optimizer.step()
 
 
-_warm()
+if torch.version.cuda is None and torch.version.hip is None:
+    _warm()
 gc.collect()
 gc.freeze()  # what is here stays, in every fork
 gc.set_threshold(50_000, 20, 20)
