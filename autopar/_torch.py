@@ -1,4 +1,4 @@
-"""Every name of torch that is private or moves between versions, in one place (tested on 2.13, meant for 2.11 too)."""
+"""Every name of torch that is private or moves between versions, in one place (tested on 2.13; parts on 2.11, 2.14)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import fx
 from torch._dynamo import functional_export
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export as dynamo_capture
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
@@ -144,17 +146,13 @@ def without_progress_thread() -> Iterator[None]:
 @contextmanager
 def recorded_side_effects() -> Iterator[list[str]]:
     """Yield a list to which Dynamo adds the Python objects that what it traces changes; those that it made are none."""
-    name = "get_replayed_side_effect_source_refs"
-    kind: Any = OutputGraph
-    own = getattr(kind, name, None)
     seen: list[str] = []
-    if own is None:
-        yield seen
-        return
+    kind, name, changed = _writer_of_side_effects()
+    own = getattr(kind, name)
 
     def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = own(self, *args, **kwargs)
-        seen.extend(found)
+        seen.extend(changed(self, found))
         return found
 
     setattr(kind, name, recording)
@@ -162,6 +160,23 @@ def recorded_side_effects() -> Iterator[list[str]]:
         yield seen
     finally:
         setattr(kind, name, own)
+
+
+def _writer_of_side_effects() -> tuple[Any, str, Callable[[Any, Any], list[str]]]:
+    """Return the method that Dynamo ends a trace with, its class, and how to read what was changed.
+
+    Torch 2.13 asks for the sources of changed objects by name; 2.11 only writes the code that changes them again.
+    """
+    name = "get_replayed_side_effect_source_refs"
+    if hasattr(OutputGraph, name):
+        return OutputGraph, name, lambda _, found: list(found)
+    return SideEffects, "codegen_update_mutated", lambda effects, _: _changed_objects(effects)
+
+
+def _changed_objects(effects: Any) -> list[str]:
+    existing = (AttributeMutationExisting, ValueMutationExisting)
+    changed = (each for each in effects.id_to_variable.values() if effects.is_modified(each))
+    return [str(each.source) for each in changed if isinstance(getattr(each, "mutation_type", None), existing)]
 
 
 @contextmanager

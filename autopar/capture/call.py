@@ -251,8 +251,8 @@ def open_records(value: Any) -> Any:
         return [open_records(each) for each in value]
     if kind is dict:
         return {name: open_records(each) for name, each in value.items()}
-    if isinstance(value, torch.Tensor) or is_registered_node(kind):
-        return value
+    if value is None or isinstance(value, torch.Tensor) or is_registered_node(kind):
+        return value  # of None, torch 2.11's Dynamo cannot be asked whether it is a dataclass
     if dataclasses.is_dataclass(value):
         # Of the value, not of its type: Dynamo, which reads this function too, knows only that.
         return Record(kind, {f.name: open_records(getattr(value, f.name)) for f in dataclasses.fields(value)})

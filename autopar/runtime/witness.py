@@ -75,7 +75,9 @@ def storage_bytes(values: Sequence[Any]) -> int:
 
 def allocated(work: Callable[[], object]) -> tuple[int, int]:
     """Return the most bytes that torch's CPU allocator held beyond those before, and what is left at the end."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         work()
     recorded: Any = profile.profiler
     events = recorded.kineto_results.events()

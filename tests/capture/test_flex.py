@@ -41,7 +41,7 @@ class Flexible(nn.Module):
 
     def forward(self, x: Tensor, document: Tensor) -> Any:
         score, mask = self.functions(document)
-        blocks = mask and create_block_mask(mask, len(x), None, SEQ, SEQ, device="cpu")
+        blocks = None if mask is None else create_block_mask(mask, len(x), None, SEQ, SEQ, device="cpu")
         found = flex_attention(*self.heads(x), score_mod=score, block_mask=blocks, enable_gqa=True, **self.options)
         return (
             (found[0] * torch.arange(DIM) + found[1].unsqueeze(-1)).sum()
