@@ -100,6 +100,13 @@ class Stack:
     per_operator: bool = False
     """Whether selective recomputation goes by operator (torchtitan's) instead of repeating attention's core."""
 
+    reruns_cheap: bool = False
+    """Whether backward computes again what it can fuse, where nothing is said to be recomputed, instead of keeping it.
+
+    torch.compile's partitioner: `min_cut_rematerialization_partition` of torch/_functorch/partitioners.py keeps what
+    products and attention make, and of the rest what is least to keep. XLA keeps what its loops over layers return.
+    """
+
     long_sums_without_zero: bool = False
     """Whether gradients of bf16 parameters are in float32 where no ZeRO stage is on (DeepSpeed's `get_data_types`)."""
 
@@ -336,4 +343,6 @@ def is_known(framework: str) -> bool:
 def stack_of(framework: str, compiled: bool) -> Stack:
     """Return the stack of a framework, given whether torch.compile ran; PyTorch's own where the name says nothing."""
     found = next((each for pattern, each in _FRAMEWORKS if re.search(pattern, framework.lower())), pytorch())
-    return replace(found, kernels="compiled", cross_entropy="") if compiled else found
+    if not compiled:
+        return found
+    return replace(found, kernels="compiled", cross_entropy="", reruns_cheap=found.kernels != "compiled")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
+from autopar.api.block_memory import BlockMemory
 from autopar.costs.issued import Issued
-from autopar.costs.liveness import Life, base_of, gradients_of, lives, lives_of_step, local_bytes
+from autopar.costs.liveness import local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Outcome
 from autopar.costs.travelling import travelling
@@ -75,8 +75,9 @@ class BlockCosts:
             seconds[part] = [device.with_host_s(*each) for each in zip(busy, launched[part], strict=True)]
             waiting[part] = [whole - each for whole, each in zip(seconds[part], work, strict=True)]
         static = self.static
-        saved, kept = self._saved(apart)
-        together, later = self._temporary(()), self._temporary(apart)
+        memory = BlockMemory(self.outcome, self.of, count)
+        saved, kept = memory.saved(), memory.kept(apart)
+        together, later = memory.temporary(()), memory.temporary(apart)
         return [
             Unit(
                 forward_s=seconds["forward"][at],
@@ -159,75 +160,6 @@ class BlockCosts:
                 yield from self._readers(user)
             else:
                 yield user
-
-    def _saved(self, apart: Collection[str]) -> tuple[list[float], list[float]]:
-        """Return the bytes that each block saves for backward, and those that wait for its weight gradients `apart`.
-
-        The latter are of forward or of the input gradients.
-        """
-        saved, kept = [0.0] * len(self.paths), [0.0] * len(self.paths)
-        awaited = self._awaited(apart)
-        for life in lives(self.graph):
-            op = self.graph.by_name[life.op]
-            meta = op.outputs[life.index]
-            if op.kind != "call" or meta is None:
-                continue
-            layout = self.outcome.strategy(self.graph.representative(op.name)).outputs[life.index]
-            held = local_bytes(meta, layout, self.outcome.links.sizes)
-            if self._is_saved(life):
-                saved[self.of[op.name]] += held
-            if (op.name, life.index) in awaited and op.name not in apart:
-                kept[self.of[op.name]] += held
-        return saved, kept
-
-    def _awaited(self, apart: Collection[str]) -> set[tuple[str, int]]:
-        """Return the values that weight gradients `apart` read."""
-        base = base_of(self.graph)
-        return {base[ref.op, ref.index] for name in apart for ref in self.graph.by_name[name].refs}
-
-    def _temporary(self, apart: Collection[str]) -> list[float]:
-        """Return the most that each block holds at once beyond what it saves for backward, sums left out.
-
-        A gradient is there for the moment in which it is added to its sum, unless what makes it adds it. Backward lets
-        go of what forward saved as it goes, but of what weight gradients that come later (`apart`) wait for.
-        """
-        awaited, end = self._awaited(apart), len(self.graph.ops)
-        saved = [0.0] * len(self.paths)
-        steps: list[dict[int, float]] = [{} for _ in self.paths]
-        # Sums themselves are held throughout.
-        lives_of = [each for each in lives_of_step(self.graph, accumulates=True) if each.first > 0]
-        for life in lives_of:
-            op = self.graph.by_name[life.op]
-            meta = op.outputs[life.index]
-            if op.kind != "call" or meta is None or self._joins_stages(op):
-                continue
-            layout = self.outcome.strategy(self.graph.representative(life.op)).outputs[life.index]
-            held = local_bytes(meta, layout, self.outcome.links.sizes)
-            last, mine = life.last, steps[self.of[life.op]]
-            if self._is_saved(life):
-                saved[self.of[life.op]] += held
-                last = end if (life.op, life.index) in awaited else last
-            mine[life.first] = mine.get(life.first, 0.0) + held
-            mine[last + 1] = mine.get(last + 1, 0.0) - held
-        for at, op in enumerate(self.graph.ops):
-            working = self.outcome.pricing.holdings.workspace(at)
-            if working is not None:
-                held = float(working[1][self.outcome.options[working[0]]])
-                mine = steps[self.of[op.name]]
-                mine[at] = mine.get(at, 0.0) + held
-                mine[at + 1] = mine.get(at + 1, 0.0) - held
-        peaks = (max(accumulate(mine[at] for at in sorted(mine)), default=0.0) for mine in steps)
-        return [max(0.0, peak - own) for peak, own in zip(peaks, saved, strict=True)]
-
-    def _joins_stages(self, op: Op) -> bool:
-        """Return whether an operator adds up the gradients that two blocks have of one parameter: each has its own."""
-        made = [self.of[ref.op] for ref in op.refs if self.graph.by_name[ref.op].kind == "call"]
-        return (op.name, 0) in gradients_of(self.graph) and any(at != self.of[op.name] for at in made)
-
-    def _is_saved(self, life: Life) -> bool:
-        """Return whether forward keeps a value for backward."""
-        last = self.graph.ops[life.last] if life.last < len(self.graph.ops) else None
-        return self.graph.by_name[life.op].phase == "forward" and last is not None and last.phase == "backward"
 
     @cached_property
     def ends(self) -> Ends:

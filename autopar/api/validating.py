@@ -153,7 +153,8 @@ def estimates_of(read: TrainingRow) -> Estimates:
     count = read.global_batch // (read.dp * read.micro_batch)
     way = _recompute(read)
     trial = Trial(_axes(read, count), read.pp, way)
-    graph = _recomputed(_program_key(read), "whole" if way == "full" and read.stack.reruns_all else way)
+    way_priced: Uniform = "whole" if way == "full" and read.stack.reruns_all else way
+    graph = _recomputed(_program_key(read), way_priced, read.stack.fuses_parts)
     dtype = PEAK_DTYPE[read.precision]
     solving = AsRun(
         graph,
@@ -188,10 +189,15 @@ def _axes(read: TrainingRow, microbatches: int) -> Candidate:
 
 
 @lru_cache(maxsize=2)
-def _recomputed(key: ProgramKey, way: Uniform) -> Graph:
-    """Return a program in which what is recomputed runs again; what is known of the graph stays known for all rows."""
+def _recomputed(key: ProgramKey, way: Uniform, parts: bool) -> Graph:
+    """Return a program in which what is recomputed runs again; what is known of the graph stays known for all rows.
+
+    `parts`: so does what kernels of whole norms, gated activations and rotations do not keep for backward.
+    """
     graph = _graph(key)
-    return graph if way == "none" else recomputed_graph(graph, way, redraws=True)
+    if way != "none":
+        return recomputed_graph(graph, way, redraws=True, parts=parts)
+    return recomputed_graph(graph, {}, redraws=True, parts=True) if parts else graph
 
 
 def _recompute(read: TrainingRow) -> Uniform:
@@ -200,7 +206,8 @@ def _recompute(read: TrainingRow) -> Uniform:
             return "per_operator" if read.stack.per_operator else "selective"
         case "full":
             return "full"
-    return "none"
+    # torch.compile runs no collective again: what ranks gather is kept, and nothing before it is computed for it.
+    return "cheap" if read.stack.reruns_cheap and not read.sequence_parallel else "none"
 
 
 def _fixed(read: TrainingRow) -> dict[str, int | str | bool]:

@@ -76,13 +76,18 @@ def block_of(op: Op) -> str:
     return layer_path(op.module)
 
 
-def copies_of(graph: Graph, way: Way | Ways = "full", *, redraws: bool = False) -> dict[str, tuple[str, ...]]:
+def copies_of(
+    graph: Graph, way: Way | Ways = "full", *, redraws: bool = False, parts: bool = False
+) -> dict[str, tuple[str, ...]]:
     """Return the forward operators to run again, in order, by the backward operator before which they run.
 
-    With one way, that is the way of all blocks. `redraws`: random values are drawn again, from the generator's state
-    that was kept, instead of being kept themselves; for prices alone.
+    With one way, that is the way of all blocks. For prices alone: `redraws`: random values are drawn again, from the
+    generator's state that was kept, instead of being kept themselves; `parts`: what a kernel of a whole norm, gated
+    activation or rotation never writes runs again besides, as it does inside such kernels' backward.
     """
     chosen = _chosen(graph, way) if isinstance(way, str) else _chosen_by_block(graph, way)
+    if parts:
+        chosen |= _inside_parts(graph)
     forward = {op.name: block_of(op) for op in graph.ops if _repeats(op, redraws=redraws) and op.name in chosen}
     kept = {
         ref.op
@@ -106,9 +111,9 @@ def copies_of(graph: Graph, way: Way | Ways = "full", *, redraws: bool = False) 
     return {first[block]: tuple(names) for block, names in order.items()}
 
 
-def recomputed_graph(graph: Graph, way: Way | Ways = "full", *, redraws: bool = False) -> Graph:
-    """Return the graph with the copies in it; equal layers' copies are as equal as they. `redraws`: see `copies_of`."""
-    plan = copies_of(graph, way, redraws=redraws)
+def recomputed_graph(graph: Graph, way: Way | Ways = "full", *, redraws: bool = False, parts: bool = False) -> Graph:
+    """Return the graph with the copies in it; equal layers' copies are as equal as they. See `copies_of`."""
+    plan = copies_of(graph, way, redraws=redraws, parts=parts)
     needed = {name for names in plan.values() for name in names}
     if way == "whole":
         plan = _to_their_ends(graph, plan)
@@ -205,6 +210,17 @@ def _casts(graph: Graph) -> frozenset[str]:
         if op.kind == "call" and op.name in parameter_like(graph) and (not is_view(op) or op.refs[0].op in found):
             found.add(op.name)
     return frozenset(found)
+
+
+def _inside_parts(graph: Graph) -> frozenset[str]:
+    """Return what neither computes nor is read by what computes, through views or not."""
+    read: set[str] = set()
+    for op in reversed(graph.ops):
+        if op.name in read and is_view(op):
+            read.add(op.refs[0].op)
+        elif computes(op):
+            read.update(ref.op for ref in op.refs)
+    return frozenset(op.name for op in graph.ops if op.name not in read and not computes(op))
 
 
 def _attention_core(graph: Graph) -> frozenset[str]:

@@ -4,8 +4,8 @@
 
 What a fusing compiler, or a hand-written kernel, does with a run of operators between two that compute is to read
 what comes from outside once and write what is read outside. A run ends at matrix products, convolutions and
-attention kernels, and where forward ends: what backward reads is in memory. Not modelled: how many operators, or
-which reductions, one kernel can hold.
+attention kernels, and where forward ends: what backward reads is in memory. What backward computes again from such
+values belongs to the run that reads it. Not modelled: how many operators, or which reductions, one kernel can hold.
 """
 
 from __future__ import annotations
@@ -63,7 +63,26 @@ def _runs(graph: Graph) -> dict[str, Kernel]:
         level[op.name] = max((level[each] + (run[each] is None) for each in sources), default=0)
         ends = op.kind != "call" or computes(op)
         run[op.name] = None if ends else (op.phase, level[op.name])
+    for name, late in _computed_again(graph, level).items():
+        if run[name] is not None:
+            run[name] = ("backward", late)
     return run
+
+
+def _computed_again(graph: Graph, level: Mapping[str, int]) -> dict[str, int]:
+    """Return what backward makes of forward's values alone, with the level of the first that reads it."""
+    again: set[str] = set()
+    for op in graph.ops:
+        if op.kind == "call" and op.phase == "backward":
+            sources = [graph.by_name[ref.op] for ref in op.refs]
+            if all(source.phase != "backward" or source.name in again for source in sources) and not computes(op):
+                again.add(op.name)
+    late: dict[str, int] = {}
+    for op in reversed(graph.ops):
+        mine = late.get(op.name, level[op.name])
+        for name in {ref.op for ref in op.refs} & again:
+            late[name] = min(mine, late.get(name, mine))
+    return late
 
 
 def _inside(graph: Graph, kernel: Mapping[str, Kernel]) -> dict[str, Inside]:

@@ -52,6 +52,17 @@ def test_cheap_recomputation_repeats_nothing_that_computes() -> None:
     assert not {"addmm", "_scaled_dot_product_flash_attention_for_cpu"} & {*found}
 
 
+def test_inside_of_parts_is_what_no_product_reads() -> None:
+    graph = _graph(fused=True)
+    found = _again(recomputed_graph(graph, {}, parts=True))
+    cheap = _again(recomputed_graph(graph, "cheap"))
+    both = _again(recomputed_graph(graph, "selective", parts=True))
+
+    assert set(found) < set(cheap)
+    assert not {"gelu", "native_layer_norm"} & {*found}, "products read what these make"
+    assert "_scaled_dot_product_flash_attention_for_cpu" in both
+
+
 def test_all_but_attention_kernels_are_repeated() -> None:
     graph = _graph(fused=True)
     kernel = "_scaled_dot_product_flash_attention_for_cpu"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from autopar.capture.recompute import SUFFIX, recomputed_graph
 from autopar.costs.fusion import fused_traffic
 from autopar.ir.graph import Graph
 from tests.support.remembering import remembered
@@ -65,3 +66,32 @@ def test_what_a_run_does_for_one_module_is_a_kernel_that_reads_what_others_made(
     )
 
     assert of_part == of_run + 1  # the sum, which the norm reads from memory
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Step(), Step()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.sin(self.up(x))) * 2.0
+
+
+def test_what_backward_computes_again_belongs_to_the_run_that_reads_it() -> None:
+    graph = recomputed_graph(remembered(Wide(), (torch.empty(4, 8),)).graph, "cheap")
+    found = fused_traffic(graph)
+
+    again = [op for op in graph.ops if op.name.endswith(SUFFIX) and "layers.1" in op.module and op.name in found]
+    assert [op.target for op in again] == ["aten.sin.default", "aten.tanh.default"]
+    assert [found[op.name].run.writes for op in again] == [(True,)] * 2
