@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch import pytree
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import mark
 from autopar.rewrite.passes import Pass
@@ -29,10 +30,31 @@ _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16
 """Elements that rows of an attention bias start at a multiple of, or the memory-efficient kernel refuses it."""
 
+_FLASH_HEAD = 256
+"""Elements of the largest heads that flash attention takes."""
 
-def passes_for(device: str) -> tuple[Pass, ...]:
-    """Return the passes that bring a local program, as captured on the CPU, to a type of device."""
-    return () if device == "cpu" else (GpuAttention(), MakeOn(device))
+_FLASH_CAPABILITY = (8, 0)
+"""Compute capability from which on GPUs run flash attention: Ampere's."""
+
+
+def kernels_for(device: str) -> tuple[Pass, ...]:
+    """Return the passes that give a local program, as captured on the CPU, the kernels of a type of device.
+
+    These may lay their results out in memory otherwise: what follows from them is propagated anew.
+    """
+    return () if device == "cpu" else (GpuAttention(flash=_runs_flash(device)),)
+
+
+def places_for(device: str) -> tuple[Pass, ...]:
+    """Return the passes by which a program makes its tensors on a type of device."""
+    return () if device == "cpu" else (MakeOn(device),)
+
+
+def _runs_flash(device: str) -> bool:
+    """Return whether this rank's device runs flash attention; where there is none to ask, whether most do."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability() >= _FLASH_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +82,18 @@ class GpuAttention:
     """Replace the CPU's attention kernels by the GPU's: flash in 16-bit types without a mask, else memory-efficient.
 
     Both make the same values up to rounding; what forward passes to backward differs in shape and is theirs alone.
+    Of unlike lengths, flash attention's causal mask ends at the last key, the CPU's begins at the first. The
+    memory-efficient kernel has no groups of queries: it is given a copy of keys and values for each query head.
     """
+
+    flash: bool = True
+    """Whether the device runs flash attention."""
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Edit the graph and return the number of operators replaced."""
         made: dict[fx.Node, fx.Node] = {}
         for node in gm.graph.find_nodes(op="call_function", target=_FORWARD):
-            made[_forward(node)] = node
+            made[self._forward(node)] = node
         gradients = gm.graph.find_nodes(op="call_function", target=_BACKWARD)
         for node in gradients:
             _backward(node, _maker(node))
@@ -74,34 +101,74 @@ class GpuAttention:
             gm.graph.erase_node(node)
         return len(made) + len(gradients)
 
-
-def _forward(node: fx.Node) -> fx.Node:
-    """Put the GPU's forward kernel in place of the CPU's, which then has no users; return it."""
-    query, key, value, dropout, causal, mask, scale = _read(node, 3)
-    if _takes_flash(query, mask):
-        new = _beside(node, _FLASH, (query, key, value, dropout, causal), {"scale": scale})
-    else:
-        bias = _aligned(node, query, key, mask)
-        new = _beside(node, _EFFICIENT, (query, key, value, bias, True, dropout, causal), {"scale": scale})
-    _take_over(node, new)
-    return new
+    def _forward(self, node: fx.Node) -> fx.Node:
+        """Put the GPU's forward kernel in place of the CPU's, which then has no users; return it."""
+        query, key, value, dropout, causal, mask, scale = _read(node, 3)
+        if self.flash and _takes_flash(query, key, mask, causal=causal):
+            new = _beside(node, _FLASH, (query, key, value, dropout, causal), {"scale": scale})
+        else:
+            key, value = (_for_each_head(node, each, query) for each in (key, value))
+            bias = _aligned(node, query, key, mask)
+            new = _beside(node, _EFFICIENT, (query, key, value, bias, True, dropout, causal), {"scale": scale})
+        _take_over(node, new)
+        return new
 
 
 def _backward(node: fx.Node, maker: fx.Node) -> None:
     grad, query, key, value, out, sums, dropout, causal, mask, scale = _read(node, 6)
-    tensors = (query, key, value)
     if maker.target is _FLASH:
         lengths = (query.meta["val"].shape[2], key.meta["val"].shape[2])
         seed, offset = (_element(maker, index) for index in (6, 7))
-        args: tuple[Any, ...] = (grad, *tensors, out, sums, None, None, *lengths, dropout, causal, seed, offset)
-        new = _beside(node, _FLASH_BACKWARD, args, {"scale": scale})
-    else:
-        seed, offset = (_element(maker, index) for index in (2, 3))
-        bias = _aligned(node, query, key, mask)
-        wanted = [True, True, True, False]
-        args = (grad, *tensors, bias, out, sums, seed, offset, dropout, wanted, causal)
-        new = _beside(node, _EFFICIENT_BACKWARD, args, {"scale": scale})
+        args: tuple[Any, ...] = (
+            grad,
+            query,
+            key,
+            value,
+            out,
+            sums,
+            None,
+            None,
+            *lengths,
+            dropout,
+            causal,
+            seed,
+            offset,
+        )
+        _take_over(node, _beside(node, _FLASH_BACKWARD, args, {"scale": scale}))
+        return
+    seed, offset = (_element(maker, index) for index in (2, 3))
+    groups = query.meta["val"].shape[1] // key.meta["val"].shape[1]
+    key, value = (_for_each_head(node, each, query) for each in (key, value))
+    bias = _aligned(node, query, key, mask)
+    wanted = [True, True, True, False]
+    args = (grad, query, key, value, bias, out, sums, seed, offset, dropout, wanted, causal)
+    new = _beside(node, _EFFICIENT_BACKWARD, args, {"scale": scale})
+    if groups > 1:
+        _sum_groups(node, new, groups)
     _take_over(node, new)
+
+
+def _for_each_head(node: fx.Node, shared: fx.Node, query: fx.Node) -> fx.Node:
+    """Return keys or values with as many heads as queries have, each again for every query of its group."""
+    batch, heads, length, width = shared.meta["val"].shape
+    groups = query.meta["val"].shape[1] // heads
+    if groups == 1:
+        return shared
+    apart = _beside(node, _ATEN.unsqueeze.default, (shared, 2), {})
+    each = _beside(node, _ATEN.expand.default, (apart, [batch, heads, groups, length, width]), {})
+    return _beside(node, _ATEN.reshape.default, (each, [batch, heads * groups, length, width]), {})
+
+
+def _sum_groups(old: fx.Node, new: fx.Node, groups: int) -> None:
+    """Let who reads the gradients of shared keys and values read the sums over their groups."""
+    for user in list(old.users):
+        if user.target is not operator.getitem or user.args[1] not in (1, 2):
+            continue
+        gradient = _beside(user, operator.getitem, (new, user.args[1]), {})
+        batch, heads, length, width = gradient.meta["val"].shape
+        apart = _beside(user, _ATEN.reshape.default, (gradient, [batch, heads // groups, groups, length, width]), {})
+        user.replace_all_uses_with(_beside(user, _ATEN.sum.dim_IntList, (apart, [2]), {}))
+        user.graph.erase_node(user)
 
 
 def _read(node: fx.Node, tensors: int) -> tuple[Any, ...]:
@@ -110,9 +177,12 @@ def _read(node: fx.Node, tensors: int) -> tuple[Any, ...]:
     return (*given, node.kwargs.get("attn_mask"), node.kwargs.get("scale"))
 
 
-def _takes_flash(query: fx.Node, mask: fx.Node | None) -> bool:
-    value = query.meta["val"]
-    return mask is None and value.dtype in _HALF and value.shape[-1] % 8 == 0
+def _takes_flash(query: fx.Node, key: fx.Node, mask: fx.Node | None, *, causal: bool) -> bool:
+    value, length = query.meta["val"], key.meta["val"].shape[2]
+    width = value.shape[-1]
+    if mask is not None or (causal and value.shape[2] != length):
+        return False
+    return value.dtype in _HALF and width % 8 == 0 and width <= _FLASH_HEAD
 
 
 def _maker(node: fx.Node) -> fx.Node:
@@ -163,7 +233,9 @@ def _beside(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _mode(nodes: Iterable[fx.Node]) -> Any:
-    return next(node.meta["val"].fake_mode for node in nodes)
+    values = (each for node in nodes for each in pytree.tree_leaves(node.meta["val"]))
+    fake: Any = next(each for each in values if isinstance(each, torch.Tensor))
+    return fake.fake_mode
 
 
 def _take_over(old: fx.Node, new: fx.Node) -> None:

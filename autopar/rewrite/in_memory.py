@@ -55,6 +55,10 @@ _WISHES: Mapping[Any, Mapping[int, Wish]] = {
     _ATEN.native_layer_norm_backward.default: {3: _whole, 4: _whole},
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: dict.fromkeys((0, 1, 2), _rows),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: dict.fromkeys((0, 1, 2, 3, 4), _rows),
+    _ATEN._scaled_dot_product_flash_attention.default: dict.fromkeys((0, 1, 2), _rows),
+    _ATEN._scaled_dot_product_flash_attention_backward.default: dict.fromkeys((0, 1, 2, 3, 4), _rows),
+    _ATEN._scaled_dot_product_efficient_attention.default: dict.fromkeys((0, 1, 2), _rows),
+    _ATEN._scaled_dot_product_efficient_attention_backward.default: dict.fromkeys((0, 1, 2, 3, 5), _rows),
     _ATEN._weight_norm_interface.default: {0: _whole, 1: _whole},
     _ATEN._weight_norm_interface_backward.default: dict.fromkeys((0, 1, 2, 3), _whole),
     _ATEN._pdist_forward.default: {0: _whole},
@@ -67,7 +71,8 @@ _WISHES: Mapping[Any, Mapping[int, Wish]] = {
     CROSS_ENTROPY_BACKWARD: {1: _whole},
     _ATEN.view_as_complex.default: {0: _pairs},
 }
-"""By operator and argument; each was found by giving torch 2.13's CPU kernel the same values in other strides."""
+"""By operator and argument; each was found by giving torch 2.13's CPU kernel the same values in other strides, but for
+the attention kernels of GPUs, which refuse rows with gaps (aten/src/ATen/native/transformers/cuda)."""
 
 
 def settled(node: fx.Node, args: tuple[Any, ...], copies: dict[tuple[fx.Node, torch.memory_format], fx.Node]) -> Any:

@@ -12,7 +12,7 @@ from autopar.ir.microbatches import with_time
 from autopar.ir.plan import Decisions
 from autopar.ir.reshard import AHEAD_BYTES
 from autopar.ir.squeeze import squeeze
-from autopar.rewrite.device import passes_for
+from autopar.rewrite.device import kernels_for, places_for
 from autopar.rewrite.microbatches import Totals, settle
 from autopar.rewrite.passes import Applied, Pass, run_passes
 from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SinkWaits
@@ -49,8 +49,12 @@ def local_program(
     localiser = Localiser(joint, graph, decisions, rank, split)
     gm = localiser.run()
     gm.graph.lint()
-    propagate(gm, {op.name: op.where for op in graph.ops}, by="localise")
-    return gm, localiser, run_passes(gm, (*passes_for(device), *_LOCAL))
+    names = {op.name: op.where for op in graph.ops}
+    propagate(gm, names, by="localise")
+    applied = run_passes(gm, kernels_for(device))
+    if any(each.changes for each in applied):
+        propagate(gm, names, by=f"kernels of {device}")
+    return gm, localiser, (*applied, *run_passes(gm, (*places_for(device), *_LOCAL)))
 
 
 def localised(

@@ -42,6 +42,14 @@ Taken = Mapping[int, Callable[[torch.Tensor], None]]
 """Who takes a result as soon as it is made, by its place among the results; the program then returns `None` for it."""
 
 
+def place_constants(gm: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Return the program, whose constants are on the device where it runs: they were captured on the CPU."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        path, _, name = str(node.target).rpartition(".")
+        setattr(gm.get_submodule(path), name, _attribute(gm, str(node.target)).to(device))
+    return gm
+
+
 def compile_graph(
     gm: fx.GraphModule,
     groups: Mapping[str, str],

@@ -32,7 +32,7 @@ from autopar.runtime.errors import (
     pipeline_stopped,
     unfrozen,
 )
-from autopar.runtime.executable import compile_graph
+from autopar.runtime.executable import compile_graph, place_constants
 from autopar.runtime.expected import Expected
 from autopar.runtime.failures import told
 from autopar.runtime.gloo import backend_name, by_messages
@@ -91,7 +91,8 @@ class StagedBound:
         self._anchor = torch.zeros((), device=pipeline.ranks.device, requires_grad=True)
 
     def _compiled(self, gm: fx.GraphModule, taken: Mapping[int, Take] | None = None) -> Callable[..., Any]:
-        own = by_messages(gm) if self._pipeline.ranks.device.type == "cpu" else gm
+        device = self._pipeline.ranks.device
+        own = place_constants(by_messages(gm) if device.type == "cpu" else gm, device)
         more = {"taken": taken} if taken else {}
         self._programs.append(self._backend(own, self._pipeline.groups.names, boxed=True, **more))
         return self._programs[-1]

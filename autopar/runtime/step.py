@@ -14,7 +14,7 @@ from autopar._torch import dtensor_of, dtensor_spec, is_dtensor, keeps_graph, lo
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Replicate, local_shape
 from autopar.runtime.errors import constant_on_meta, frozen_since, gradient_not_planned, unfrozen
-from autopar.runtime.executable import compile_graph
+from autopar.runtime.executable import compile_graph, place_constants
 from autopar.runtime.expected import Expected
 from autopar.runtime.failures import told
 from autopar.runtime.gloo import backend_name, by_messages
@@ -48,6 +48,7 @@ class Bound:
         self._mesh: Mesh = groups.mesh
         self.flatten = program.call.flatten
         self.device_type = ranks.device.type
+        self._device = ranks.device
         self._on_gloo = self.device_type == "cpu"
         self._backend_name = backend_name(ranks.device.type)
         self.forward = self._compiled(program.local.forward, boxed=False)
@@ -219,7 +220,8 @@ class Bound:
             raise named from error
 
     def _compiled(self, gm: fx.GraphModule, *, boxed: bool) -> Callable[..., Sequence[Any]]:
-        return self._backend(by_messages(gm) if self._on_gloo else gm, self._groups.names, boxed=boxed)
+        own = place_constants(by_messages(gm) if self._on_gloo else gm, self._device)
+        return self._backend(own, self._groups.names, boxed=boxed)
 
     def backward(self, arguments: list[Any], grads: Sequence[Any], seed: int | None) -> list[Any]:
         """Run backward on saved values (a list that is emptied) and the gradients of user outputs, `None` if absent."""

@@ -5,6 +5,7 @@ No GPU runs here: what the kernels compute is stood in for by their definition, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional
 from autopar.capture import Captured
 from autopar.ir.mesh import Axis, Mesh
 from autopar.rewrite import Programs, rewrite
+from autopar.rewrite.device import GpuAttention, kernels_for
 from tests.support.decide import decide
 from tests.support.remembering import remembered
 
@@ -23,17 +25,25 @@ ALONE = Mesh((Axis("tp", 1, "device"),))
 
 
 class Attends(nn.Module):
-    """Attention under a mask that the caller gives, causal, or neither; positions made in forward."""
+    """Attention under a mask that the caller gives, causal, or neither; positions made in forward.
 
-    def __init__(self, causal: bool, dtype: torch.dtype) -> None:
+    Queries may share keys, and be those of the first half of positions alone.
+    """
+
+    def __init__(self, causal: bool, dtype: torch.dtype, heads: int = 2, *, half: bool = False) -> None:
         super().__init__()
-        self.causal = causal
+        self.causal, self.heads, self.half = causal, heads, half
         self.inner = nn.Linear(16, 16, dtype=dtype)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + (torch.arange(x.shape[1], device=x.device) / 16).to(x.dtype)[None, :, None]
         q = self.inner(x).view(2, x.shape[1], 2, 8).transpose(1, 2)
-        made = functional.scaled_dot_product_attention(q, q * 2, q + 1, attn_mask=mask, is_causal=self.causal)
+        k, v = (q * 2)[:, : self.heads], (q + 1)[:, : self.heads]
+        if self.half:
+            q = q[:, :, : x.shape[1] // 2]
+        made = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=self.heads < 2
+        )
         return made.float().square().mean()
 
 
@@ -43,7 +53,9 @@ def attention(q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float | No
         assert bias.shape == (*q.shape[:3], k.shape[2])
         assert bias.stride(-2) % 16 == 0 or bias.stride(-2) == 0
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        made = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
+        made = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return by_position(made)
 
 
@@ -59,6 +71,7 @@ def gradients(grad: Any, q: Any, k: Any, v: Any, *how: Any) -> tuple[torch.Tenso
 
 
 def flash(q: Any, k: Any, v: Any, dropout: float, causal: bool, debug: bool = False, *, scale: Any = None) -> Any:
+    assert not causal or q.shape[2] == k.shape[2], "the mask would end at the last key"
     state = torch.tensor([7, 9])
     return attention(q, k, v, None, causal, scale), q.sum(-1), None, None, q.shape[2], k.shape[2], state, state[0], q
 
@@ -77,6 +90,7 @@ def flash_backward(
 
 def efficient(q: Any, k: Any, v: Any, bias: Any, sums: bool, dropout: float, causal: bool, *, scale: Any = None) -> Any:
     assert sums
+    assert q.shape[1] == k.shape[1] == v.shape[1], "the kernel has no groups of queries"
     padded = torch.zeros(*q.shape[:2], -(-q.shape[2] // 32) * 32)
     return attention(q, k, v, bias, causal, scale), padded, torch.tensor(7), torch.tensor(9)
 
@@ -119,25 +133,40 @@ def run(programs: Programs, captured: Captured, model: nn.Module, example: tuple
         return [made[0], *programs.backward(*saved, torch.ones(()))]
 
 
-def cases() -> dict[str, tuple[bool, torch.dtype, int, bool]]:
-    """Return whether causal, the type, the length, and whether there is a mask."""
-    half, single = torch.bfloat16, torch.float32
-    return {
-        "flash": (False, half, 8, False),
-        "flash, causal": (True, half, 8, False),
-        "single precision": (True, single, 8, False),
-        "mask": (False, half, 16, True),
-        "mask whose rows are not aligned": (False, single, 6, True),
-    }
+@dataclass(frozen=True)
+class Case:
+    """Attention as one caller has it."""
+
+    kernel: str
+    causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    length: int = 8
+    masked: bool = False
+    heads: int = 2
+    half: bool = False
 
 
-@pytest.mark.parametrize("name", cases())
+CASES = {
+    "flash": Case("flash"),
+    "flash, causal": Case("flash", causal=True),
+    "flash, queries share keys": Case("flash", heads=1),
+    "single precision": Case("efficient", causal=True, dtype=torch.float32),
+    "mask": Case("efficient", length=16, masked=True),
+    "mask whose rows are not aligned": Case("efficient", dtype=torch.float32, length=6, masked=True),
+    "queries share keys": Case("efficient", causal=True, dtype=torch.float32, heads=1),
+    "queries share keys, mask": Case("efficient", length=16, masked=True, heads=1),
+    "causal, fewer queries than keys": Case("efficient", causal=True, half=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_model(name: str):
-    causal, dtype, length, masked = cases()[name]
+    case = CASES[name]
+    dtype, length = case.dtype, case.length
     torch.manual_seed(0)
-    model = Attends(causal, dtype)
-    mask = torch.randn(2, 1, length, length).to(dtype) if masked else None
-    example = (torch.randn(2, length, 16).to(dtype), *([mask] if masked else []))
+    model = Attends(case.causal, dtype, case.heads, half=case.half)
+    mask = torch.randn(2, 1, length, length).to(dtype) if case.masked else None
+    example = (torch.randn(2, length, 16).to(dtype), *([mask] if case.masked else []))
     captured = remembered(model, example)
     programs = rewrite(captured.joint, captured.graph, decide(captured.graph, ALONE), 0, device="cuda")
 
@@ -148,12 +177,18 @@ def test_values_and_gradients_are_those_of_the_model(name: str):
 
     want = model(*example)
     want.backward()
-    flashes = dtype is torch.bfloat16 and not masked
-    assert kernels == {f"_scaled_dot_product_{'flash' if flashes else 'efficient'}_attention"}
+    assert kernels == {f"_scaled_dot_product_{case.kernel}_attention"}
     wanted = [want.detach(), *(each.grad for each in model.parameters())]
     for mine, its in zip(got, wanted, strict=True):
         error = (mine.float() - its.float()).norm() / its.float().norm()
         assert error < (1e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+def test_gpus_before_ampere_run_no_flash_attention(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+
+    assert kernels_for("cuda") == (GpuAttention(flash=False),)
 
 
 def test_the_cpu_keeps_its_kernels():
