@@ -36,13 +36,16 @@ _FLASH_HEAD = 256
 _FLASH_CAPABILITY = (8, 0)
 """Compute capability from which on GPUs run flash attention: Ampere's."""
 
+_SMALL_HEAD, _SMALL = 192, frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
+"""Elements of the largest heads that flash attention trains where shared memory is little (torch's sdp_utils.cpp)."""
+
 
 def kernels_for(device: str) -> tuple[Pass, ...]:
     """Return the passes that give a local program, as captured on the CPU, the kernels of a type of device.
 
     These may lay their results out in memory otherwise: what follows from them is propagated anew.
     """
-    return () if device == "cpu" else (GpuAttention(flash=_runs_flash(device)),)
+    return () if device == "cpu" else (GpuAttention(_flash_head(device)),)
 
 
 def places_for(device: str) -> tuple[Pass, ...]:
@@ -50,11 +53,14 @@ def places_for(device: str) -> tuple[Pass, ...]:
     return () if device == "cpu" else (MakeOn(device),)
 
 
-def _runs_flash(device: str) -> bool:
-    """Return whether this rank's device runs flash attention; where there is none to ask, whether most do."""
+def _flash_head(device: str) -> int:
+    """Return the largest heads that this rank's device runs flash attention for, or most do if there is none to ask."""
     if device != "cuda" or not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_capability() >= _FLASH_CAPABILITY
+        return _FLASH_HEAD
+    capability = torch.cuda.get_device_capability()
+    if capability < _FLASH_CAPABILITY:
+        return 0
+    return _SMALL_HEAD if capability in _SMALL else _FLASH_HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,8 @@ class GpuAttention:
     memory-efficient kernel has no groups of queries: it is given a copy of keys and values for each query head.
     """
 
-    flash: bool = True
-    """Whether the device runs flash attention."""
+    flash_head: int = _FLASH_HEAD
+    """Elements of the largest heads that the device runs flash attention for; 0: it does not."""
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Edit the graph and return the number of operators replaced."""
@@ -104,7 +110,7 @@ class GpuAttention:
     def _forward(self, node: fx.Node) -> fx.Node:
         """Put the GPU's forward kernel in place of the CPU's, which then has no users; return it."""
         query, key, value, dropout, causal, mask, scale = _read(node, 3)
-        if self.flash and _takes_flash(query, key, mask, causal=causal):
+        if query.meta["val"].shape[-1] <= self.flash_head and _takes_flash(query, key, mask, causal=causal):
             new = _beside(node, _FLASH, (query, key, value, dropout, causal), {"scale": scale})
         else:
             key, value = (_for_each_head(node, each, query) for each in (key, value))
@@ -179,10 +185,9 @@ def _read(node: fx.Node, tensors: int) -> tuple[Any, ...]:
 
 def _takes_flash(query: fx.Node, key: fx.Node, mask: fx.Node | None, *, causal: bool) -> bool:
     value, length = query.meta["val"], key.meta["val"].shape[2]
-    width = value.shape[-1]
     if mask is not None or (causal and value.shape[2] != length):
         return False
-    return value.dtype in _HALF and width % 8 == 0 and width <= _FLASH_HEAD
+    return value.dtype in _HALF and value.shape[-1] % 8 == 0
 
 
 def _maker(node: fx.Node) -> fx.Node:

@@ -184,11 +184,14 @@ def test_values_and_gradients_are_those_of_the_model(name: str):
         assert error < (1e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
-def test_gpus_before_ampere_run_no_flash_attention(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("capability", "largest"), [((7, 5), 0), ((8, 0), 256), ((8, 9), 192), ((9, 0), 256)])
+def test_what_heads_flash_attention_takes_is_the_device_s(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], largest: int
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
-    assert kernels_for("cuda") == (GpuAttention(flash=False),)
+    assert kernels_for("cuda") == (GpuAttention(largest),)
 
 
 def test_the_cpu_keeps_its_kernels():
