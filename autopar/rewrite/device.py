@@ -6,6 +6,7 @@ the CPU in the result is replaced here; all other operators have kernels everywh
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ _EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.def
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16
 """Elements that rows of an attention bias start at a multiple of, or the memory-efficient kernel refuses it."""
+
+_PADDED = 32
+"""The memory-efficient kernel's sums have rows of a multiple of so many queries, infinite beyond the last."""
 
 _FLASH_HEAD = 256
 """Elements of the largest heads that flash attention takes."""
@@ -117,6 +121,8 @@ class GpuAttention:
             bias = _aligned(node, query, key, mask)
             new = _beside(node, _EFFICIENT, (query, key, value, bias, True, dropout, causal), {"scale": scale})
         _take_over(node, new)
+        if new.target is _EFFICIENT:
+            _cut_moved_sums(new, query.meta["val"].shape[2])
         return new
 
 
@@ -145,13 +151,36 @@ def _backward(node: fx.Node, maker: fx.Node) -> None:
     seed, offset = (_element(maker, index) for index in (2, 3))
     groups = query.meta["val"].shape[1] // key.meta["val"].shape[1]
     key, value = (_for_each_head(node, each, query) for each in (key, value))
-    bias = _aligned(node, query, key, mask)
+    bias, sums = _aligned(node, query, key, mask), _padded(node, sums)
     wanted = [True, True, True, False]
     args = (grad, query, key, value, bias, out, sums, seed, offset, dropout, wanted, causal)
     new = _beside(node, _EFFICIENT_BACKWARD, args, {"scale": scale})
     if groups > 1:
         _sum_groups(node, new, groups)
     _take_over(node, new)
+
+
+def _cut_moved_sums(maker: fx.Node, length: int) -> None:
+    """Cut the sums of a forward kernel to its queries if they are moved before backward: moves know no others.
+
+    sums[:, :, :32] → view → ...   becomes   sums[:, :, :32] → slice[:, :, :20] → view → ...
+    """
+    if length % _PADDED == 0:
+        return
+    for sums in [each for each in maker.users if each.target is operator.getitem and each.args[1] == 1]:
+        moves = [reader for reader in sums.users if reader.target is not _BACKWARD]
+        with maker.graph.inserting_after(sums):
+            cut = maker.graph.call_function(_ATEN.slice.Tensor, (sums, 2, 0, length))
+        cut.meta = {**sums.meta, "val": sums.meta["val"][:, :, :length]}
+        for move in moves:
+            move.replace_input_with(sums, cut)
+        if not moves:
+            maker.graph.erase_node(cut)
+
+
+def _padded(node: fx.Node, sums: fx.Node) -> fx.Node:
+    rest = -sums.meta["val"].shape[2] % _PADDED
+    return _beside(node, _ATEN.constant_pad_nd.default, (sums, [0, rest], math.inf), {}) if rest else sums
 
 
 def _for_each_head(node: fx.Node, shared: fx.Node, query: fx.Node) -> fx.Node:

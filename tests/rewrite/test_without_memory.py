@@ -16,6 +16,7 @@ from autopar.ir.placement import local_shape
 from autopar.models.hf_tiny import tiny
 from autopar.rewrite import Programs, Value, rewrite
 from autopar.runtime.executable import place_constants
+from tests.rewrite.test_device import Attends
 from tests.support.decide import decide, drawn
 from tests.support.remembering import remembered
 
@@ -72,6 +73,17 @@ def test_constants_are_where_the_program_runs():
     captured = remembered(Weighted(), (torch.randn(4, 4),))
 
     made = run(rewrite(captured.joint, captured.graph, decide(captured.graph, PAIR), 0, device="meta"))
+
+    assert {each.device.type for each in made} == {"meta"}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sums_that_move_between_the_halves_are_those_of_queries_alone(seed: int):
+    # The kernel of single precision makes rows of 32.
+    captured = remembered(Attends(True, torch.float32), (torch.randn(2, 6, 16),))
+    decisions = drawn(captured.graph, PAIR, seed=seed)
+
+    made = run(rewrite(captured.joint, captured.graph, decisions, 0, device="meta"))
 
     assert {each.device.type for each in made} == {"meta"}
 
