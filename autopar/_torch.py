@@ -322,6 +322,23 @@ def put_before_number_of_dtensor(read: Callable[[Any], None]) -> None:
         handlers[operator] = handler
 
 
+def put_before_data_of_dtensor(assign: Callable[[Any, Any], bool]) -> None:
+    """Let `assign(tensor, value)` take what is assigned to `.data` of every DTensor, from now on.
+
+    Where it does not, torch exchanges what the tensor tells of itself and not the part that the rank holds: the
+    assignment does nothing.
+    """
+    from torch.distributed.tensor import DTensor
+
+    own = torch.Tensor.data
+
+    def put(tensor: Any, value: Any) -> None:
+        if not assign(tensor, value):
+            own.__set__(tensor, value)  # type: ignore[attr-defined]
+
+    setattr(DTensor, "data", property(own.__get__, put))  # type: ignore[attr-defined]  # noqa: B010
+
+
 _RANDOM = (
     "normal_.default", "uniform_.default", "exponential_.default", "log_normal_.default", "cauchy_.default",
     "geometric_.default", "random_.default", "random_.to", "random_.from", "bernoulli_.float", "rand_like.default",
