@@ -39,6 +39,16 @@ def plain_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[t
     return found
 
 
+def count_meshes(meshes: Iterable[Any]) -> None:
+    """Count these meshes among those of compiled models."""
+    _MESHES.update(meshes)
+
+
+def is_counted(tensor: Any) -> bool:
+    """Return whether a DTensor is on a compiled model's mesh."""
+    return tensor.device_mesh in _MESHES
+
+
 def refuse_numbers_of_parts(meshes: Iterable[Any]) -> None:
     """Refuse, from now on, to read a number of a DTensor on these meshes of which a rank holds its own part only.
 
