@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -322,6 +322,23 @@ def put_before_number_of_dtensor(read: Callable[[Any], None]) -> None:
         handlers[operator] = handler
 
 
+def put_before_data_of_dtensor(assign: Callable[[Any, Any], bool]) -> None:
+    """Let `assign(tensor, value)` take what is assigned to `.data` of every DTensor, from now on.
+
+    Where it does not, torch exchanges what the tensor tells of itself and not the part that the rank holds: the
+    assignment does nothing.
+    """
+    from torch.distributed.tensor import DTensor
+
+    own = torch.Tensor.data
+
+    def put(tensor: Any, value: Any) -> None:
+        if not assign(tensor, value):
+            own.__set__(tensor, value)  # type: ignore[attr-defined]
+
+    setattr(DTensor, "data", property(own.__get__, put))  # type: ignore[attr-defined]  # noqa: B010
+
+
 _RANDOM = (
     "normal_.default", "uniform_.default", "exponential_.default", "log_normal_.default", "cauchy_.default",
     "geometric_.default", "random_.default", "random_.to", "random_.from", "bernoulli_.float", "rand_like.default",
@@ -336,6 +353,19 @@ def put_before_random_of_dtensor(draw: Callable[[Any, tuple[Any, ...], Mapping[s
     Where it returns `None`, torch draws as it always does: by each rank's own generator, which of ranks that
     are seeded alike gives all parts of a tensor the same values.
     """
+
+    def instead(own: Callable[[], Any], operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        found = draw(operator, args, kwargs)
+        return own() if found is None else found
+
+    put_before_operators_of_dtensor(_RANDOM, instead)
+
+
+def put_before_operators_of_dtensor(names: Iterable[str], instead: Callable[..., Any]) -> None:
+    """Let `instead(own, operator, args, kwargs)` return what these operators make of a DTensor, from now on.
+
+    `own()` is what torch makes of it by itself.
+    """
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
@@ -344,16 +374,16 @@ def put_before_random_of_dtensor(draw: Callable[[Any, tuple[Any, ...], Mapping[s
         return
 
     def handler(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        found = draw(operator, args, kwargs)
-        if found is not None:
-            return found
-        del handlers[operator]  # the dispatcher goes on to its own
-        try:
-            return operator(*args, **kwargs)
-        finally:
-            handlers[operator] = handler
+        def own() -> Any:
+            del handlers[operator]  # the dispatcher goes on to its own
+            try:
+                return operator(*args, **kwargs)
+            finally:
+                handlers[operator] = handler
 
-    for name in _RANDOM:
+        return instead(own, operator, args, kwargs)
+
+    for name in names:
         packet, _, overload = name.partition(".")
         handlers[getattr(getattr(torch.ops.aten, packet), overload)] = handler
 

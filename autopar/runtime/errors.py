@@ -263,6 +263,11 @@ def number_of_part(placements: str) -> UsageError:
     )
 
 
+def data_of_other_form(held: str, given: str) -> UsageError:
+    """Return the error for `.data` assigned with another shape or type."""
+    return UsageError(f"a tensor of {held} is assigned .data of {given}: convert that, or compile what is changed")
+
+
 def message_lost(peer: int, stage: int, value: str, action: str, cause: str, *, sending: bool) -> PeerLostError:
     """Return the error for a tensor that did not get from or to another rank of the pipeline."""
     what = f"take {value!r}, made in the {action}" if sending else f"send {value!r}, needed for the {action}"

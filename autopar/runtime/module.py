@@ -43,7 +43,8 @@ from autopar.runtime.program import Program
 from autopar.runtime.ranks import Groups, Ranks
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, Bound
-from autopar.runtime.whole import draw_for_the_whole, plain_arguments, refuse_numbers_of_parts
+from autopar.runtime.whole import assign_data, draw_for_the_whole, plain_arguments, refuse_numbers_of_parts
+from autopar.runtime.writing import write_through
 
 ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program | PipelinedProgram]
 """`program_for(training, grad, args, kwargs)`: the program for a mode and a form of call; asked once for each."""
@@ -113,6 +114,8 @@ class Runner:
             let_anomalies_be_found()
             refuse_numbers_of_parts(meshes)
             draw_for_the_whole(meshes)
+            assign_data(meshes)
+            write_through(meshes)
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what `model(*args, **kwargs)` would.

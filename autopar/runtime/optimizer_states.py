@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar._torch import is_dtensor
+from autopar.ir.placement import Replicate
 from autopar.runtime.consolidated import gathered, parameter_places
 from autopar.runtime.errors import (
     not_compiled,
@@ -93,10 +94,17 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
     spread_state(optimizer, groups.held, runner)
 
 
-def spread_state(optimizer: Optimizer, named: Mapping[str, torch.Tensor], runner: Runner) -> None:
+def spread_state(
+    optimizer: Optimizer,
+    named: Mapping[str, torch.Tensor],
+    runner: Runner,
+    distributed: frozenset[str] = frozenset(),
+) -> None:
     """Replace whole tensors in an optimizer's state, as a single device saved them, by this rank's part of them.
 
-    `named` are the parameters by their names. Only state of a parameter's own shape is held as that is.
+    `named` are the parameters by their names. State of a parameter's own shape is held as that is; of another shape
+    (Adafactor's rows and columns), whole on every rank, as a DTensor if the optimizer makes DTensors of that key
+    (`distributed`).
 
     Raises:
         UsageError: the state has another rank's part of a tensor.
@@ -114,6 +122,9 @@ def spread_state(optimizer: Optimizer, named: Mapping[str, torch.Tensor], runner
             elif value.dim() and value.shape == parameter.shape:
                 part = dense_copy(own_part(value, layout, runner.groups.mesh, runner.groups.rank), value)
                 state[key] = distributed_from(part, parameter, name, layout, runner.groups)
+            elif key in distributed:
+                whole = (Replicate(),) * len(runner.groups.mesh.axes)
+                state[key] = distributed_from(value, value, name, whole, runner.groups)
 
 
 def _runner(model: nn.Module) -> Runner:

@@ -89,19 +89,21 @@ def _try_on_all(optimizer: Optimizer, *, closure: bool) -> bool:
         named = {name: each for name, each in model.named_parameters() if id(each) in stepped}
         if runner is None or runner.ranks.world_size == 1 or not named:
             continue
-        spread_state(optimizer, named, runner)
-        optimizer.register_load_state_dict_post_hook(functools.partial(spread_state, named=named, runner=runner))
         staged = runner.pipeline is not None and runner.pipeline.depth > 1
         if staged or any(map(is_dtensor, named.values())):
             optimizer.register_state_dict_post_hook(_tells_when_pickled)
         remake, kind = _remake(optimizer, closure=closure), type(optimizer).__name__
         stand_ins = _stand_ins(runner, named)
         _TRIED.add(optimizer)
+        distributed: frozenset[str] = frozenset()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             if runner.pipeline is not None and runner.pipeline.depth > 1:
                 _try_apart(remake, stand_ins, kind)
             if runner.groups.mesh.axes:
-                _try_distributed(remake, stand_ins, runner, kind)
+                distributed = _try_distributed(remake, stand_ins, runner, kind)
+        spread = functools.partial(spread_state, named=named, runner=runner, distributed=distributed)
+        spread(optimizer)
+        optimizer.register_load_state_dict_post_hook(spread)
     return optimizer in _TRIED
 
 
@@ -142,8 +144,9 @@ def _stand_ins(runner: Runner, named: Mapping[str, torch.Tensor]) -> list[_Stand
     return found
 
 
-Remake = Callable[[Tensors, Tensors, Tensors], None]
-"""Steps a new optimizer of the same settings over parameters with these targets and curvatures."""
+Remake = Callable[[Tensors, Tensors, Tensors], frozenset[str]]
+"""Steps a new optimizer of the same settings over parameters with these targets and curvatures; returns what of its
+state it holds as DTensors."""
 
 
 def _remake(optimizer: Optimizer, *, closure: bool) -> Remake:
@@ -153,7 +156,7 @@ def _remake(optimizer: Optimizer, *, closure: bool) -> Remake:
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
     settings = {name: value for name, value in optimizer.defaults.items() if takes_all or name in known}
 
-    def step(parameters: Tensors, targets: Tensors, curvatures: Tensors) -> None:
+    def step(parameters: Tensors, targets: Tensors, curvatures: Tensors) -> frozenset[str]:
         made = kind(list(parameters), **settings)
 
         def distance() -> torch.Tensor:
@@ -170,6 +173,8 @@ def _remake(optimizer: Optimizer, *, closure: bool) -> Remake:
             else:
                 distance()
                 made.step()
+        held = [each for state in made.state.values() for each in state.items()]
+        return frozenset(key for key, value in held if isinstance(value, torch.Tensor) and is_dtensor(value))
 
     return step
 
@@ -217,15 +222,15 @@ def _try_apart(remake: Remake, stand_ins: Sequence[_StandIn], kind: str) -> None
         raise optimizer_joins_parameters(kind)
 
 
-def _try_distributed(remake: Remake, stand_ins: Sequence[_StandIn], runner: Runner, kind: str) -> None:
-    """Raise where parameters held in parts are updated otherwise than whole ones.
+def _try_distributed(remake: Remake, stand_ins: Sequence[_StandIn], runner: Runner, kind: str) -> frozenset[str]:
+    """Return what of its state the optimizer holds as DTensors where parameters are; nothing if it cannot be tried.
 
     Raises:
-        UsageError: they are, or the optimizer fails on them.
+        UsageError: parameters in parts are updated otherwise than whole ones, or the optimizer fails on them.
     """
     want, again = _updated(remake, stand_ins), _updated(remake, stand_ins)
     if want is None or again is None or _differs(again, want, stand_ins):
-        return
+        return frozenset()
 
     groups = runner.groups
 
@@ -238,10 +243,12 @@ def _try_distributed(remake: Remake, stand_ins: Sequence[_StandIn], runner: Runn
 
     parameters = [nn.Parameter(each) for each in parts([each.value for each in stand_ins])]
     try:
-        remake(parameters, parts([each.target for each in stand_ins]), parts([each.curvature for each in stand_ins]))
+        targets, curvatures = ([getattr(each, of) for each in stand_ins] for of in ("target", "curvature"))
+        distributed = remake(parameters, parts(targets), parts(curvatures))
         got = [_whole(each.detach()) for each in parameters]
     except Exception as error:
         raise optimizer_fails(kind, f"{type(error).__name__}: {error}") from error
     for each, one, other in zip(stand_ins, got, want, strict=True):
         if _differs([one], [other], [each], _ROUNDING_OF_PRODUCTS):
             raise optimizer_differs(kind, each.name, ", ".join(map(str, each.layout)))
+    return distributed

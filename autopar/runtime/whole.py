@@ -1,4 +1,4 @@
-"""DTensors as the whole tensors that they stand for: arguments of calls, outputs, and numbers read from them."""
+"""DTensors as the whole tensors that they stand for: arguments of calls, outputs, numbers read, values assigned."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from autopar._torch import (
     is_dtensor,
     local_of,
     place_in_whole,
+    put_before_data_of_dtensor,
     put_before_number_of_dtensor,
     put_before_random_of_dtensor,
     pytree,
 )
-from autopar.runtime.errors import number_of_part
+from autopar.runtime.errors import data_of_other_form, number_of_part
 
 _MESHES: set[Any] = set()
 """torch's DeviceMeshes of compiled models."""
@@ -38,6 +39,16 @@ def plain_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[t
     return found
 
 
+def count_meshes(meshes: Iterable[Any]) -> None:
+    """Count these meshes among those of compiled models."""
+    _MESHES.update(meshes)
+
+
+def is_counted(tensor: Any) -> bool:
+    """Return whether a DTensor is on a compiled model's mesh."""
+    return tensor.device_mesh in _MESHES
+
+
 def refuse_numbers_of_parts(meshes: Iterable[Any]) -> None:
     """Refuse, from now on, to read a number of a DTensor on these meshes of which a rank holds its own part only.
 
@@ -56,6 +67,30 @@ def draw_for_the_whole(meshes: Iterable[Any]) -> None:
     """
     _MESHES.update(meshes)
     put_before_random_of_dtensor(_drawn)
+
+
+def assign_data(meshes: Iterable[Any]) -> None:
+    """Let `tensor.data = value` give DTensors on these meshes the value, from now on: torch does nothing there.
+
+    The value, a plain whole tensor or a DTensor of any placements, is copied: memory is not shared with it.
+    """
+    _MESHES.update(meshes)
+    put_before_data_of_dtensor(_assigned)
+
+
+def _assigned(tensor: Any, value: Any) -> bool:
+    """Give a DTensor on a compiled model's mesh a value, out of sight of autograd; return whether it was one's.
+
+    Raises:
+        UsageError: the value has another shape or type, which the program is not for.
+    """
+    if tensor.device_mesh not in _MESHES or not isinstance(value, torch.Tensor):
+        return False
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise data_of_other_form(*(f"{list(each.shape)} of {each.dtype}" for each in (tensor, value)))
+    with torch.no_grad():
+        tensor.data.copy_(value.detach())
+    return True
 
 
 def _drawn(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

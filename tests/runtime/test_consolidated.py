@@ -112,6 +112,8 @@ def test_an_optimizer_goes_on_from_a_single_devices_state(
 
 def _optimizer(model: nn.Module, groups: str) -> torch.optim.Optimizer:
     named = dict(model.named_parameters())
+    if groups == "factored":
+        return torch.optim.Adafactor(named.values(), lr=0.1)
     if groups == "one":
         return torch.optim.AdamW(named.values(), lr=0.1)
     flat = [(name, each) for name, each in named.items() if each.dim() == 1]
@@ -156,6 +158,11 @@ def test_an_optimizers_state_goes_from_one_device_to_ranks_and_back(
     pool: RankPool, fix: dict[str, Any], width: int, groups: str
 ):
     assert max(max(each) for each in pool.values(given_and_returned, fix, width, groups)) < 1e-5
+
+
+@pytest.mark.parametrize("fix", [{"dp_replicate": 2}, STAGES[0]], ids=str)
+def test_state_of_another_shape_than_its_parameters_goes_both_ways_too(pool: RankPool, fix: dict[str, Any]):
+    assert max(max(each) for each in pool.values(given_and_returned, fix, 6, "factored")) < 1e-5
 
 
 def wrong_optimizer_state(_rank: int, fix: dict[str, Any], wrong: str) -> None:

@@ -112,6 +112,58 @@ def test_a_number_of_a_part_is_refused_with_the_way_out(pool: RankPool):
         assert "outputs='whole'" in outcome.error
 
 
+def stepped_by_data(_rank: int, fix: dict[str, Any], features: int) -> float:
+    """Return how far parameters are from one device's where a loop assigns `.data`, of gradients and parameters."""
+    x, labels = _batch()
+    batch = (x[:, :features], labels)
+    model, mine = _pair(batch, model=Classifier(features), fix=fix)
+    for each in (model, mine):
+        each(*batch)[0].backward()
+        for parameter in each.parameters():
+            parameter.grad.data = 2 * parameter.grad.data
+            parameter.data = parameter.data - 0.1 * parameter.grad.data
+        each.layers[0].bias.data = torch.arange(features).float()
+        each.head.weight.data = each.head.weight.data * each.head.weight.data.norm()
+    wanted = {name: each.detach() for name, each in model.named_parameters()}
+    return max((_whole(each.detach()) - wanted[name]).abs().max().item() for name, each in mine.named_parameters())
+
+
+@pytest.mark.parametrize("features", [8, 5], ids="{} features".format)
+@pytest.mark.parametrize("fix", SPLITS, ids=str)
+def test_what_a_loop_assigns_to_data_is_what_parameters_become(pool: RankPool, fix: dict[str, Any], features: int):
+    for apart in pool.values(stepped_by_data, fix, features):
+        assert apart < 1e-6
+
+
+def halved_as_a_vector(_rank: int, fix: dict[str, Any]) -> float:
+    """Return how far parameters are from half of what they were, after torch's functions for one vector of all."""
+    model, mine = _pair(_batch(), fix=fix)
+    with torch.no_grad():
+        vector = nn.utils.parameters_to_vector(mine.parameters())
+        nn.utils.vector_to_parameters(0.5 * vector, mine.parameters())
+    wanted = {name: each.detach() / 2 for name, each in model.named_parameters()}
+    return max((_whole(each.detach()) - wanted[name]).abs().max().item() for name, each in mine.named_parameters())
+
+
+@pytest.mark.parametrize("fix", SPLITS, ids=str)
+def test_parameters_take_the_parts_of_a_vector_of_all(pool: RankPool, fix: dict[str, Any]):
+    for apart in pool.values(halved_as_a_vector, fix):
+        assert apart < 1e-7
+
+
+def data_of_another_form(_rank: int, given: torch.Tensor) -> None:
+    """Assign a value to a bias of eight numbers."""
+    _pair(_batch(), fix={"tp": 2})[1].layers[0].bias.data = given
+
+
+@pytest.mark.parametrize("given", [torch.zeros(3), torch.zeros(8, dtype=torch.float64)], ids=["shape", "type"])
+def test_data_of_another_form_is_refused_with_both(pool: RankPool, given: torch.Tensor):
+    for outcome in pool.run(data_of_another_form, given):
+        assert outcome.kind == UsageError.__name__
+        assert "a tensor of [8] of torch.float32 is assigned .data of" in outcome.error
+        assert f"{list(given.shape)} of {given.dtype}: convert that, or compile what is changed" in outcome.error
+
+
 def clipped(_rank: int, fix: dict[str, Any]) -> tuple[float, float]:
     """Return the difference of the gradients' norm, read as a number, and that of the clipped gradients."""
     model, mine = _pair(_batch(), fix=fix)
