@@ -35,6 +35,7 @@ from autopar.search.stages import most_in_flight
 from autopar.search.trials import Recompute, Trial, ways_of
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisChoices, compose
+from autopar.strategies.experts import experts, sent_to_experts
 from cost_models.cluster import ClusterSpec
 from cost_models.device import canonical_dtype
 from cost_models.errors import CostModelError
@@ -354,7 +355,8 @@ class Solving:
     def rough(self, recompute: Recompute, wishes: Wishes) -> Rough:
         """Return the sizes of the program, for estimates."""
         if recompute not in self._rough:
-            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.equal, self.optimizer)
+            theirs, sent = frozenset(experts(self.program).counts), sent_to_experts(self.program)
+            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.equal, self.optimizer, theirs, sent)
         return self._rough[recompute]
 
     def require_parts(self, wishes: Wishes) -> None:
