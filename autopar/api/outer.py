@@ -223,10 +223,11 @@ class Outer:
 
     def _relax(self, trial: Trial) -> Waiting | None:
         found = self.solving.bound(trial, self.wishes, self.left_to_try_s)
+        if found.free_s:
+            self._free_s[_kin(trial)] = max(found.free_s, self._free_s.get(_kin(trial), 0.0))
         if isinstance(found, Solved):
             self.solved.append(found)
             return None
-        self._free_s[_kin(trial)] = max(found.free_s, self._free_s.get(_kin(trial), 0.0))
         return found
 
     def _turn_s(self, trial: Trial) -> float:

@@ -58,6 +58,8 @@ class Solved:
     step_s: float = inf
     why_not: str = ""
     pipeline: Pipelined | None = None
+    free_s: float = 0.0
+    """No plan of it would be faster, were memory no limit: of one that does not fit, whose lighter kin may."""
 
 
 @dataclass
@@ -229,9 +231,10 @@ class Solving:
         program = Ilp(pricing.table)
         budget = self.budget_of_all(trial.depth)
         relaxed = program.relaxed(Limits(budget, max(left_s, 0.1), seed=self.options.seed))
-        if relaxed.bound_s == inf:
-            return Solved(trial, Solution("infeasible", (), inf, inf), why_not=WHY_NOT["infeasible"])
         apart = self.at_once(trial)
+        if relaxed.bound_s == inf:
+            nothing, free_s = Solution("infeasible", (), inf, inf), relaxed.free_s / apart
+            return Solved(trial, nothing, why_not=WHY_NOT["infeasible"], free_s=free_s)
         return Waiting(trial, links, pricing, program, relaxed.bound_s / apart, relaxed.free_s / apart)
 
     def unbounded(self, trial: Trial, wishes: Wishes) -> Waiting | None:
