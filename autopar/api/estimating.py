@@ -5,8 +5,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf, log
 
+from autopar.api.crossings import least_handing
+from autopar.api.floors import Floors
 from autopar.api.kinds import alone, shape_of, tensor_parallel
 from autopar.api.sequences import share_of_tokens
 from autopar.api.solving import Solving
@@ -125,16 +128,35 @@ class Estimates:
         once = (low + share * (high - low)) * (shape.depth / self.solving.pace(shape.depth))
         once *= share_of_tokens(self.solving.program, *alone(trial))
         if trial.recompute == "none":
-            return self.solving.rough("none", self.wishes).estimate_s(shape, once, budget)
+            found = self.solving.rough("none", self.wishes).estimate_s(shape, once, budget)
+            return self._handed_s(trial, found, once)
         more = self._more(trial.recompute, shape.width, known[-1], fits=fits)
         rough = self.solving.rough(trial.recompute, self.wishes)
-        found = rough.estimate_s(shape, once * more, budget)
+        found = self._handed_s(trial, rough.estimate_s(shape, once * more, budget), once * more)
         if not self.mixes or found == inf:
             return found
         share = self.solving.rough("none", self.wishes).share_over(shape, rough, budget)
-        mixed = rough.estimate_s(shape, once * (1.0 + share * (more - 1.0)), budget)
+        once *= 1.0 + share * (more - 1.0)
+        mixed = self._handed_s(trial, rough.estimate_s(shape, once, budget), once)
         self._mixed[trial] = found / mixed if mixed else 1.0
         return mixed
+
+    def _handed_s(self, trial: Trial, step_s: float, microbatch_s: float) -> float:
+        """Return what a step takes with messages between its stages.
+
+        A rank has as many micro-batches under way as there are stages: each goes all the way and back meanwhile.
+        """
+        if trial.depth == 1 or step_s == inf:
+            return step_s
+        parts, sizes = trial.microbatches * shape_of(trial).replicas, tuple(axis.size for axis in trial.ranks)
+        handing = least_handing(self.solving.equal, trial.depth, sizes, self._crossing_bytes / parts)
+        rounds, way_s = trial.microbatches / trial.depth, 2.0 * handing.path_s
+        busy_s = max(step_s, trial.microbatches * handing.most_s, rounds * (microbatch_s + way_s))
+        return busy_s + way_s
+
+    @cached_property
+    def _crossing_bytes(self) -> float:
+        return Floors(self.solving.graph("none", self.wishes), self.solving.optimizer).crossing_bytes
 
     def _more(self, recompute: Recompute, width: int, size: int, *, fits: bool) -> float:
         """Return how many times as long a micro-batch takes with recomputation, at the largest size if it is needed."""

@@ -21,7 +21,8 @@ def shape_of(trial: Trial) -> Shape:
     """Return the numbers of a trial that estimates read."""
     tokens, width = alone(trial)
     shards = prod(axis.size for axis in trial.ranks if axis.role in {"dp_shard", "cp", "ep"})
-    return Shape(trial.depth, trial.microbatches, trial.replicas * tokens, shards, width)
+    experts = prod(axis.size for axis in trial.ranks if axis.role == "ep")
+    return Shape(trial.depth, trial.microbatches, trial.replicas * tokens, shards, width, experts)
 
 
 def alone(trial: Trial) -> Alone:

@@ -20,7 +20,7 @@ from autopar.api.lightening import lighter
 from autopar.api.pipelining import Pipelined, Wanted
 from autopar.api.proofs import Best, Proofs
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting, interrupted, left_out, ruled_out
-from autopar.api.turns import LATE, Turn, next_turn
+from autopar.api.turns import LATE, Turn, next_turn, turn_s
 from autopar.api.wishes import Wishes
 from autopar.figures import format_bytes
 from autopar.progress import Progress
@@ -40,11 +40,8 @@ _SLOWER = 1.1
 _CLIMBED = 4
 """Trials at most with micro-batches of about the size of the best plan's."""
 
-_REFINED = 2
-"""Pipelines whose other schedules are tried."""
-
-_LIGHTENED = 3
-"""Plans that recompute all in which less is tried."""
+_REFINED, _LIGHTENED = 2, 3
+"""Pipelines whose other schedules are tried, and plans that recompute all in which less is."""
 
 _PROVEN = 8
 """Trials that are relaxed only to say how much better a plan could be that recomputes less."""
@@ -146,7 +143,7 @@ class Outer:
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
         self.progress.phase(f"estimate {len(left)} trials")
         self._likely = self._estimates.of(left, fits=self.best is not None)
-        queue = varied(sorted(left, key=self._likely.__getitem__))
+        queue = varied(sorted(left, key=self._turn_s))
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_to_try_s > 0:
             chunk: list[Trial] = []
@@ -197,7 +194,7 @@ class Outer:
         A trial's turn to be relaxed comes by its estimate, that to be solved by its bound, if that is larger. So a good
         plan that is found early spares the others both.
         """
-        heap: list[Turn] = [(self._likely.get(trial, 0.0), place, trial) for place, trial in enumerate(trials)]
+        heap: list[Turn] = [(self._turn_s(trial), place, trial) for place, trial in enumerate(trials)]
         relaxed = solutions = 0
         try:
             while heap:
@@ -226,15 +223,19 @@ class Outer:
 
     def _relax(self, trial: Trial) -> Waiting | None:
         found = self.solving.bound(trial, self.wishes, self.left_to_try_s)
+        if found.free_s:
+            self._free_s[_kin(trial)] = max(found.free_s, self._free_s.get(_kin(trial), 0.0))
         if isinstance(found, Solved):
             self.solved.append(found)
             return None
-        self._free_s[_kin(trial)] = max(found.free_s, self._free_s.get(_kin(trial), 0.0))
         return found
+
+    def _turn_s(self, trial: Trial) -> float:
+        return turn_s(trial, self._likely.get(trial, 0.0))
 
     def _promised_s(self, one: Waiting) -> float:
         """Return the larger of its bound and its estimate: only this counts what recomputing less is hoped to save."""
-        return max(one.bound_s, self._likely.get(one.trial, 0.0))
+        return max(one.bound_s, self._turn_s(one.trial))
 
     def _solve(self, one: Waiting, most: int, left: int, total: int) -> bool:
         """Solve one of the trials left unless it is no better than the best plan; return whether it was solved."""

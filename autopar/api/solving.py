@@ -35,6 +35,7 @@ from autopar.search.stages import most_in_flight
 from autopar.search.trials import Recompute, Trial, ways_of
 from autopar.strategies import axis_strategies
 from autopar.strategies.compose import AxisChoices, compose
+from autopar.strategies.experts import experts, sent_to_experts
 from cost_models.cluster import ClusterSpec
 from cost_models.device import canonical_dtype
 from cost_models.errors import CostModelError
@@ -57,6 +58,8 @@ class Solved:
     step_s: float = inf
     why_not: str = ""
     pipeline: Pipelined | None = None
+    free_s: float = 0.0
+    """No plan of it would be faster, were memory no limit: of one that does not fit, whose lighter kin may."""
 
 
 @dataclass
@@ -228,9 +231,10 @@ class Solving:
         program = Ilp(pricing.table)
         budget = self.budget_of_all(trial.depth)
         relaxed = program.relaxed(Limits(budget, max(left_s, 0.1), seed=self.options.seed))
-        if relaxed.bound_s == inf:
-            return Solved(trial, Solution("infeasible", (), inf, inf), why_not=WHY_NOT["infeasible"])
         apart = self.at_once(trial)
+        if relaxed.bound_s == inf:
+            nothing, free_s = Solution("infeasible", (), inf, inf), relaxed.free_s / apart
+            return Solved(trial, nothing, why_not=WHY_NOT["infeasible"], free_s=free_s)
         return Waiting(trial, links, pricing, program, relaxed.bound_s / apart, relaxed.free_s / apart)
 
     def unbounded(self, trial: Trial, wishes: Wishes) -> Waiting | None:
@@ -354,7 +358,8 @@ class Solving:
     def rough(self, recompute: Recompute, wishes: Wishes) -> Rough:
         """Return the sizes of the program, for estimates."""
         if recompute not in self._rough:
-            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.equal, self.optimizer)
+            theirs, sent = frozenset(experts(self.program).counts), sent_to_experts(self.program)
+            self._rough[recompute] = Rough(self.graph(recompute, wishes), self.equal, self.optimizer, theirs, sent)
         return self._rough[recompute]
 
     def require_parts(self, wishes: Wishes) -> None:

@@ -10,8 +10,17 @@ from autopar.search.trials import Trial
 LATE = 0.4
 """Share of the time limit: with less than that left for trials it is late to be without a plan."""
 
+_AXIS = 0.02
+"""Share of its seconds by which a trial comes later for each of its axes: with more of them it takes several times as
+long to relax and solve, and estimates err by more."""
+
 Turn = tuple[float, int, Trial | Waiting]
 """Estimated or bounded seconds of a trial, its place among the others, and what is known of it."""
+
+
+def turn_s(trial: Trial, likely_s: float) -> float:
+    """Return the seconds by which a trial's turn comes, of which an estimate is known."""
+    return likely_s * (1.0 + _AXIS * len(trial.ranks))
 
 
 def next_turn(turns: Sequence[Turn], *, late: bool) -> Turn:

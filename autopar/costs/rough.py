@@ -14,7 +14,7 @@ from autopar.costs.liveness import gradients_of, lives
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.segments import weight
 from autopar.ir.graph import Graph
-from autopar.ir.roles import parameter_like
+from autopar.ir.roles import CASTS, parameter_like
 from autopar.ir.stages import units
 from cost_models.cluster import ClusterSpec
 
@@ -33,6 +33,9 @@ class Shape:
 
     width: int
     """Ranks along which tensors are."""
+
+    experts: int = 1
+    """Of the ranks along which parameters may be sharded, those along which experts are split."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Rough:
     graph: Graph
     cluster: ClusterSpec
     optimizer: str
+    of_experts: frozenset[str] = frozenset()
+    """Names of the parameters that are experts', which ranks along which these are split hold in parts."""
+
+    exchanged_bytes: float = 0.0
+    """What experts are sent of all samples, whole; as much comes back, and both again in backward."""
 
     @cached_property
     def work(self) -> float:
@@ -78,8 +86,51 @@ class Rough:
         return float(sum(meta.nbytes for meta in metas if meta is not None))
 
     @cached_property
+    def _share_of_experts(self) -> float:
+        """Return which share of all parameters experts have."""
+        made = ((op.outputs[0], op.target in self.of_experts) for op in self.graph.ops if op.kind == "parameter")
+        return sum(meta.nbytes for meta, theirs in made if meta is not None and theirs) / max(
+            1.0, self._parameter_bytes
+        )
+
+    def _whole(self, nbytes: float, shape: Shape) -> float:
+        """Return what a rank has of parameters that are not sharded: of experts, its own."""
+        theirs = self._share_of_experts
+        return nbytes * (1.0 - theirs + theirs / shape.experts)
+
+    @cached_property
     def _gradient_bytes(self) -> float:
         return self._bytes_of(gradients_of(self.graph))
+
+    @cached_property
+    def _gathered_bytes(self) -> float:
+        """Return what parameters are as they are gathered: cast first, where they are cast to a smaller type."""
+        root: dict[str, str] = {}
+        least: dict[str, float] = {}
+        for op in self.graph.ops:
+            meta = op.outputs[0] if op.outputs else None
+            if op.name not in parameter_like(self.graph) or op.kind == "buffer" or meta is None:
+                continue
+            if op.kind == "parameter":
+                root[op.name], least[op.name] = op.name, meta.nbytes
+            elif op.refs[0].op in root:
+                root[op.name] = start = root[op.refs[0].op]
+                whole = self.graph.by_name[start].outputs[0]
+                if op.target in CASTS and whole is not None:
+                    least[start] = min(least[start], whole.nbytes * meta.item_bytes / whole.item_bytes)
+        return sum(least.values())
+
+    @cached_property
+    def _term_bytes(self) -> float:
+        """Return what micro-batches' gradients are as they are reduced: before they are cast to a larger type."""
+        found = 0.0
+        for name, index in gradients_of(self.graph):
+            op, metas = self.graph.by_name[name], [self.graph.by_name[name].outputs[index]]
+            while op.kind == "call" and op.target in CASTS:
+                metas.append(self.graph.meta(op.refs[0]))
+                op = self.graph.by_name[op.refs[0].op]
+            found += min((meta.nbytes for meta in metas if meta is not None), default=0)
+        return found
 
     @cached_property
     def _state_bytes(self) -> float:
@@ -154,12 +205,13 @@ class Rough:
     def _held(self, shape: Shape, in_flight: int, sharding: Sharding) -> float:
         own = shape.depth * shape.width
         shards = shape.shards if sharding.state else 1
-        static = (self._parameter_bytes + self._state_bytes) / (own * shards)
+        static = self._parameter_bytes + self._state_bytes
+        static = (static / shards if sharding.state else self._whole(static, shape)) / own
         if sharding.state and not sharding.parameters:
-            static += (self._cast_bytes or self._parameter_bytes) / own
+            static += self._whole(self._cast_bytes or self._parameter_bytes, shape) / own
         # Without micro-batches, gradients come when what was saved has gone.
-        sums = self._gradient_bytes / (own * (shape.shards if sharding.gradients else 1))
-        static += sums if shape.microbatches > 1 else 0.0
+        sums = self._gradient_bytes / shape.shards if sharding.gradients else self._whole(self._gradient_bytes, shape)
+        static += sums / own if shape.microbatches > 1 else 0.0
         parts = shape.microbatches * shape.replicas * shape.width * shape.depth
         kept = sharding.state and not sharding.parameters  # what is gathered once is cast once
         casts = 0.0 if kept else self._cast_bytes * in_flight / (own * shards)
@@ -180,24 +232,56 @@ class Rough:
         """
         if self.least_bytes(shape) > budget_bytes:
             return inf
-        links = Links(self.cluster, (shape.depth, shape.replicas, shape.width))
-        own = shape.depth * shape.width
-        sharding = next(each for each in _SHARDINGS if self.least_bytes(shape, each) <= budget_bytes)
-        reduction = "reduce_scatter" if sharding.state else "all_reduce"
-        reduce_s = links.message_s(Message(reduction, 1, round(self._gradient_bytes / own)))
-        behind_s = 0.0
-        if sharding.state:
-            once = links.message_s(Message("all_gather", 1, round(self._parameter_bytes / own)))
-            behind_s = 2.0 * shape.microbatches * once if sharding.parameters else once
+        fitting = [each for each in _SHARDINGS if self.least_bytes(shape, each) <= budget_bytes]
+        microbatch_s += self._exchanges_s(shape)
+        return min(self._step_s(shape, microbatch_s, each) for each in fitting)
+
+    def _step_s(self, shape: Shape, microbatch_s: float, sharding: Sharding) -> float:
         # Sums over micro-batches are reduced when all are there; gradients of each, or of the only one, as they come.
-        if sharding.gradients or shape.microbatches == 1:
-            behind_s, reduce_s = behind_s + shape.microbatches * reduce_s, 0.0
+        comes = sharding.gradients or shape.microbatches == 1
+        reduced_bytes = self._term_bytes if comes else self._gradient_bytes
+        reduce_s, hidable_s = self._moved_s(shape, reduced_bytes, "reduce_scatter" if sharding.state else "all_reduce")
+        times = shape.microbatches if comes else 0
+        behind_s, hidable_s, reduce_s = times * reduce_s, times * hidable_s, 0.0 if comes else reduce_s
+        if sharding.state:
+            once = self._moved_s(shape, self._gathered_bytes, "all_gather")
+            times = 2 * shape.microbatches if sharding.parameters else 1
+            behind_s, hidable_s = behind_s + times * once[0], hidable_s + times * once[1]
         busy = shape.microbatches * microbatch_s * self.busiest_share(shape.depth)
         bubble = microbatch_s * (shape.depth - 1) / shape.depth
         # Ranks that share cores are faster while others wait; but all their work has to be done on these cores.
         share = self.cluster.share
         computing_s = max(shape.microbatches * microbatch_s / shape.depth, share * (busy + bubble))
-        return max(computing_s, behind_s + share * bubble) + reduce_s
+        shown_s = behind_s - hidable_s
+        return max(computing_s, hidable_s + share * bubble) + shown_s + reduce_s
+
+    def _moved_s(self, shape: Shape, nbytes: float, op: str) -> tuple[float, float]:
+        """Return the seconds to reduce all gradients, or to gather all parameters, and how many of them can hide.
+
+        Gradients are reduced along ranks that may share parameters first, and what these are left with along others.
+        """
+        own, theirs = shape.depth * shape.width, self._share_of_experts if shape.experts > 1 else 0.0
+        across = shape.replicas // shape.shards
+        taken = hidable = 0.0
+        for share, experts in ((1.0 - theirs, 1), (theirs, shape.experts)):
+            links = Links(self.cluster, (shape.depth, across, shape.shards // experts, experts * shape.width))
+            mine = share * nbytes / (own * experts)
+            messages = [Message(op, 2, round(mine))]
+            if op != "all_gather":
+                left = mine * experts / shape.shards if op == "reduce_scatter" else mine
+                messages.append(Message("all_reduce", 1, round(left)))
+            taken += sum(map(links.message_s, messages))
+            hidable += sum(map(links.hidable_s, messages))
+        return taken, hidable
+
+    def _exchanges_s(self, shape: Shape) -> float:
+        """Return what a micro-batch's tokens take on their ways to experts and back, in both passes."""
+        if shape.experts == 1:
+            return 0.0
+        shards = shape.shards // shape.experts
+        links = Links(self.cluster, (shape.depth, shape.replicas // shape.shards, shards, shape.experts, shape.width))
+        sent = self.exchanged_bytes / (shape.microbatches * shape.replicas * shape.width)
+        return 4.0 * links.message_s(Message("all_to_all", 3, round(sent)))
 
 
 @lru_cache

@@ -113,6 +113,7 @@ class Builder:
             segments=self.segments.total,
             memory_row=holdings.row,
             memory_curve=holdings.curve,
+            microbatches=self._microbatches,
         )
         return Pricing(table, self.clusters, self.home, self.sinks, self.sink_layouts, holdings)
 
@@ -315,18 +316,19 @@ class Builder:
         copies = Copies(self.graph, self.links, sharing.producer, meta, sources, wanted, tuple(lives), flat)
         # What is gathered once is there for all micro-batches.
         kept = starts and sharing.phase == "both" and self._microbatches > 1
-        price, hidden = self._prices(sharing, copies, inside, kept=kept)
+        price, hidden, ends = self._prices(sharing, copies, inside, kept=kept)
         copy = self._held(sharing, copies, inside, kept=kept, alone=len(demands) == 1)
         copy = replace(copy, of_parameter=starts)
         if once.any():
             paid = sharing.phase == "both"
-            price, hidden = _by_gather(price, paid_if_kept=paid), _by_gather(hidden, paid_if_kept=paid)
+            price, hidden, ends = (_by_gather(each, paid_if_kept=paid) for each in (price, hidden, ends))
             beside = tuple(replace(each, bytes=_by_gather(each.bytes, paid_if_kept=paid)) for each in copy.beside)
             copy = replace(copy, bytes=_by_gather(copy.bytes, paid_if_kept=paid), beside=beside)
             layout = layout + len(sources) * once
         times = 1 if sharing.category == "reduction" or kept else self._microbatches
         name = f"{sharing.producer}.{sharing.index}.{sharing.phase}"
-        group = Group(name, source, layout, demands, price, hidden, sharing.category, times * counts)
+        some = ends if ends.any() else None
+        group = Group(name, source, layout, demands, price, hidden, sharing.category, times * counts, some)
         return [(each, copy) for each in self._drop_own(nodes, group)]
 
     def _needs(self, sharing: Sharing) -> tuple[tuple[Demand, ...], list[tuple[Layout, bool]]]:
@@ -344,8 +346,11 @@ class Builder:
 
     def _prices(
         self, sharing: Sharing, copies: Copies, inside: npt.NDArray[np.bool_], *, kept: bool
-    ) -> tuple[Floats, Floats]:
-        """Return [source layouts, demanded layouts] the seconds of a redistribution, and what can hide of them."""
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return [source layouts, demanded layouts] the seconds of a redistribution, and what can hide of them.
+
+        In each micro-batch, then in one of several.
+        """
         meta, price = copies.meta, copies.routes.price_s.copy()
         if self._is_cast_up(sharing, meta):
             price[self._in_other_type(copies.sources, copies.wanted)] = UNREACHABLE
@@ -354,13 +359,15 @@ class Builder:
         if sharing.category == "reduction" and self.links.kept_axis >= 0:
             price[self._scattered_along(self.links.kept_axis, copies.sources, copies.wanted)] = UNREACHABLE
         hidden = np.where(np.isfinite(price), 0.0, price)
-        # Sums of micro-batches' gradients are reduced with the last of them: what hides is the outcome's.
+        ends = np.zeros_like(price)
+        # Sums of micro-batches' gradients are reduced with the last of them: all of what hides is the outcome's.
         apart = sharing.category == "reduction" and self._microbatches > 1
-        if sharing.category != "critical" and not kept and not (apart and not inside.any()):
+        if sharing.category != "critical":
             behind = copies.routes.hidable_s
-            hidden = np.where(inside, behind, hidden) if apart else behind
+            once = np.isfinite(price) & (np.full(len(inside), kept) | (apart & ~inside))
+            hidden, ends = np.where(once, hidden, behind), np.where(once, behind, ends)
         times = np.where(inside, self._microbatches, 1)
-        return price * times, hidden * times
+        return price * times, hidden * times, ends
 
     def _held(
         self, sharing: Sharing, copies: Copies, inside: npt.NDArray[np.bool_], *, kept: bool, alone: bool
@@ -420,9 +427,10 @@ class Builder:
     def _drop_own(self, nodes: list[Node], group: Group) -> list[Group]:
         """Fold demands of the source's own node into its seconds; return the group if anything remains of it.
 
-        A parameter's are left: its views may read it gathered, and what that holds and hides is the group's.
+        A parameter's are left: its views may read it gathered, and what that holds and hides is the group's. So is what
+        hides behind one of several micro-batches.
         """
-        if group.category == "prefetch":
+        if group.category == "prefetch" or group.at_end_s is not None:
             return [group] if group.price_s.any() else []
         own = [d for d in group.demands if d.node == group.source]
         others = tuple(d for d in group.demands if d.node != group.source)

@@ -58,6 +58,24 @@ def timing(table: CostTable, options: Sequence[int], beyond: Beyond | None = Non
     )
 
 
+def hidden_at_ends_s(table: CostTable, options: Sequence[int]) -> float:
+    """Return the most that the first and the last of several micro-batches can hide of what runs once a step."""
+    if table.microbatches == 1:
+        return 0.0
+    cut, found = table.forward_segments, 0.0
+    for category, phase in (("prefetch", slice(0, cut)), ("reduction", slice(cut, None))):
+        spent = sum(float(node.seconds[at, phase].sum()) for node, at in zip(table.nodes, options, strict=True))
+        ends = ((group, group.at_end_s) for group in table.groups if group.category == category)
+        once = sum(
+            float(group.counts.sum() * at_end_s[pair])
+            for group, at_end_s in ends
+            if at_end_s is not None
+            for pair in pairs(group, options)
+        )
+        found += min(once, spent / table.microbatches)
+    return found
+
+
 def _span(first: Floats, then: Floats) -> float:
     """Return the makespan of two streams where what `then` does in a segment needs what `first` did up to it."""
     through = np.cumsum(first)

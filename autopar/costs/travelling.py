@@ -33,7 +33,7 @@ def beyond(outcome: Outcome) -> Beyond | None:
 
     def add(at: int, issued: Issued, message: Message, times: int) -> None:
         # Sums over micro-batches hide behind the last of them, which is the outcome's to say.
-        hides = outcome.microbatches == 1 or not issued.finishes
+        hides = issued.behind and (outcome.microbatches == 1 or not issued.finishes)
         hidden_s = links.hidable_s(message) if hides else 0.0
         found.hidden_s[at] += times * hidden_s
         found.shown_s[at] += times * (links.message_s(message) - hidden_s)
@@ -41,11 +41,14 @@ def beyond(outcome: Outcome) -> Beyond | None:
     run_of = outcome.run_of
     places: dict[int, list[int]] = {}
     for each in outcome.messages():
-        if not each.behind:
+        if not each.behind and each not in run_of:
             continue
         gathers = each.message.op == "all_gather"
         at = segments.of_op[each.at if gathers or each.source is None else each.source.op]
-        add(at, each, replace(each.message, flat=True), -each.times)
+        if each.behind:
+            add(at, each, replace(each.message, flat=True), -each.times)
+        else:  # what a convolution makes beside other values: the table waits for it where it is cast, alone
+            add(segments.of_op[each.at], each, each.message, -each.times)
         if each in run_of:
             places.setdefault(run_of[each], []).append(at)
         else:

@@ -66,6 +66,10 @@ class Group:
     counts: Floats
     """[segments] how many instances of the value are redistributed in each segment."""
 
+    at_end_s: Floats | None = None
+    """[source layouts, demanded layouts] the part of what is not hidden that one of several micro-batches can hide;
+    `None` where there is nothing of the kind."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MemoryRow:
@@ -95,3 +99,6 @@ class CostTable:
 
     memory_curve: Callable[[tuple[int, ...], Sequence[set[tuple[int, int]]]], Floats]
     """Bytes held at every position, given each node's option and each group's copies (source, demanded layout)."""
+
+    microbatches: int = 1
+    """Of a step, whose seconds are all of theirs."""

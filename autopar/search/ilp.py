@@ -12,7 +12,9 @@ backward pass takes at least
 
     (computation up to segment s) + (reductions made in s or later)    for every s
 
-and the forward pass likewise for prefetches. Memory is bounded at the peak
+and the forward pass likewise for prefetches. What runs once a step of several
+micro-batches is part of that computation, less what one of them hides: no more
+than can hide, and no more than its nodes take. Memory is bounded at the peak
 points of the program only; points are added until none is violated.
 """
 
@@ -195,6 +197,24 @@ class Ilp:
         for phase in phases:
             if phase:
                 self._makespan(work, hidden, list(phase))
+        if table.microbatches > 1:
+            for category, phase in zip(("prefetch", "reduction"), phases, strict=True):
+                self._add_ends(slice(phase.start, phase.stop), category)
+
+    def _add_ends(self, phase: slice, category: str) -> None:
+        """Take off what one micro-batch hides of what runs once a step, at most all that its nodes take."""
+        model, table = self._model, self.table
+        hides, less = model.add_columns(1, cost=-1.0), model.add_row(-np.inf, 0.0)
+        most = model.add_row(-np.inf, 0.0)
+        model.put(less, [hides], [1.0])
+        model.put(most, [hides], [float(table.microbatches)])
+        for node, first in zip(table.nodes, self._x, strict=True):
+            spent = -node.seconds[:, phase].sum(axis=1)
+            model.put(most, (first + np.flatnonzero(spent)).tolist(), spent[spent != 0.0].tolist())
+        for group, pairs in zip(table.groups, self._pairs, strict=True):
+            if group.at_end_s is not None and group.category == category:
+                once, times = [pair for pair in pairs if group.at_end_s[pair] > 0], group.counts.sum()
+                model.put(less, [pairs[p] for p in once], [-float(times * group.at_end_s[p]) for p in once])
 
     def _total(self) -> tuple[int, int]:
         """Add a column that equals the row that defines it; return row and column."""

@@ -64,6 +64,23 @@ def experts(graph: Graph) -> Experts:
     return Experts(counts, frozenset(chains), products, gradients, region(graph, seeds) if seeds else frozenset())
 
 
+def sent_to_experts(graph: Graph) -> float:
+    """Return the bytes of all tokens that forward brings to experts, as often as they take it: once a layer."""
+    known = experts(graph)
+    behind: set[str] = set()
+    sent: dict[Ref, int] = {}
+    for op in graph.ops:
+        if op.phase != "forward":
+            continue
+        inside = graph.representative(op.name) in known.around and any(ref.op in behind for ref in op.refs)
+        if op.name in known.products:
+            tokens = [ref for slot, ref in enumerate(op.refs) if slot not in known.products[op.name]]
+            sent |= {ref: graph.meta(ref).nbytes for ref in tokens[:1] if ref.op not in behind}
+        if inside or op.name in known.products:
+            behind.add(op.name)
+    return float(sum(sent.values()))
+
+
 def _counts_experts(graph: Graph, op: Op, slot: int) -> bool:
     """Return whether an operator multiplies each of the leading parts of a tensor with tokens of its own."""
     ranks = tuple(len(graph.meta(ref).shape) for ref in op.refs)

@@ -12,21 +12,39 @@ from autopar.api.sequences import share_of_tokens
 from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
 from autopar.capture import Captured
+from autopar.models.zoo import ZOO
 from autopar.models.zoo.llama import LlamaSettings
 from autopar.options import PlanOptions
 from autopar.search.meshes import MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
+from autopar.strategies.experts import sent_to_experts
+from cost_models.cluster import ClusterSpec
 from tests.api.test_outer import CAPTURED, Deep, cluster
 from tests.support.remembering import remembered
 
+HOSTS = {
+    "version": 1,
+    "name": "two hosts",
+    "nodes": {
+        "n": {
+            "device": "h100-sxm-80gb",
+            "count": 4,
+            "links": {"bandwidth": "450GB/s", "latency": "1us", "topology": "switch"},
+            "nic": {"bandwidth": "100Mbit/s", "latency": "5us"},
+        }
+    },
+    "groups": [{"node": "n", "count": 2}],
+}
 MANY_SAMPLES = remembered(Deep(), (torch.empty(8192, 128),))
 LLAMA = LlamaSettings(1, 64, 8, 4, 64, vocab=64, sequence=64)
 TOKENS = remembered(LLAMA.model(), LLAMA.inputs(4, 64))
+MIXTURE = ZOO["mixtral-tiny"]
+EXPERTS = remembered(MIXTURE.model(), MIXTURE.inputs(16, 64))
 
 
-def estimates(program: Captured = CAPTURED) -> Estimates:
+def estimates(program: Captured = CAPTURED, spec: ClusterSpec | None = None) -> Estimates:
     options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
-    solving = Solving(program.graph, cluster(), options)
+    solving = Solving(program.graph, spec or cluster(), options)
     return Estimates(solving, read_wishes(options), False, lambda: 60.0)
 
 
@@ -76,3 +94,42 @@ def test_what_tensor_parallel_ranks_take_says_nothing_of_axes_that_may_split_the
 
     assert found.bound_s(tensor) > 1.1 * step_s(found, free)
     assert found.bound_s(free) == found.microbatch_s(free) == 0.0
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 4}, {"dp_replicate": 8}], ids=str)
+def test_estimates_know_over_which_links_gradients_travel(axes: dict[Role, int]):
+    """Over slow links they are all of a step: of the second mesh, a quarter of them crosses."""
+    found = estimates(MANY_SAMPLES, ClusterSpec.from_dict(HOSTS))
+    trial = Trial(tuple(MeshAxis(role, size) for role, size in axes.items()))
+
+    likely_s = found.of([trial], fits=True)[trial]
+
+    assert 0.7 < likely_s / step_s(found, trial) < 1.4
+
+
+def test_estimates_know_that_experts_gradients_stay_with_their_ranks_and_that_tokens_travel():
+    found = estimates(EXPERTS, ClusterSpec.from_dict(HOSTS))
+    split, together = (Trial((MeshAxis("dp_shard", 8 // size), MeshAxis("ep", size))) for size in (2, 4))
+    apart = Trial((MeshAxis("dp_shard", 8),))
+
+    likely = found.of([split, together, apart], fits=True)
+
+    solved = {trial: step_s(found, trial) for trial in likely}
+    assert all(0.6 < likely[trial] / solved[trial] < 1.6 for trial in likely)
+
+
+def test_tokens_that_experts_are_sent_are_counted_once_a_layer():
+    """16 samples of 64 tokens, each to two of the experts with half more room, in two layers of 64 channels."""
+    assert sent_to_experts(EXPERTS.graph) == 16 * 64 * 2 * 1.5 * 64 * 4 * 2
+    assert sent_to_experts(TOKENS.graph) == 0.0
+
+
+def test_estimates_know_messages_between_stages():
+    found = estimates(MANY_SAMPLES, ClusterSpec.from_dict(HOSTS))
+    trial = Trial((MeshAxis("microbatch", 8), MeshAxis("dp_shard", 4)), depth=2)
+    likely_s = found.of([trial], fits=True)[trial]
+    priced = found.solving.bound(trial, found.wishes, 60.0)
+
+    assert isinstance(priced, Waiting)
+    solved = found.solving.solve(priced, found.wishes, [found.wishes.wanted(2)], inf, 60.0)
+    assert 0.5 < likely_s / solved.step_s < 1.5

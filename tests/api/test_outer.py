@@ -294,6 +294,18 @@ def test_trials_given_up_are_bounded_by_what_was_relaxed_since():
     assert [one.solution.bound_s for one in search.solved] == [0.75, 0.7, inf]
 
 
+def test_what_does_not_fit_bounds_what_recomputes_more_on_its_mesh():
+    options = PlanOptions.parse(memory_margin=0.0)
+    solving = Solving(CAPTURED.graph, cluster("2 MiB"), options)
+    search = Outer(solving, read_wishes(options), Silent(), mixes=True)
+    mesh = (MeshAxis("dp_replicate", 4),)
+
+    assert search._relax(Trial(mesh)) is None
+
+    assert search.solved[0].solution.status == "infeasible"
+    assert 0.0 < search._known_bound_s(Trial(mesh, recompute="full")) < inf
+
+
 def test_sizes_of_micro_batches_near_the_best_are_tried_though_their_estimates_are_slow():
     search, tried = outer(), []
     near, best = (Trial((MeshAxis("microbatch", count), MeshAxis("dp_shard", 4))) for count in (2, 4))
