@@ -129,30 +129,29 @@ class Estimates:
         once *= share_of_tokens(self.solving.program, *alone(trial))
         if trial.recompute == "none":
             found = self.solving.rough("none", self.wishes).estimate_s(shape, once, budget)
-            return self._handed_s(trial, found, once)
+            return self._handed_s(trial, found)
         more = self._more(trial.recompute, shape.width, known[-1], fits=fits)
         rough = self.solving.rough(trial.recompute, self.wishes)
-        found = self._handed_s(trial, rough.estimate_s(shape, once * more, budget), once * more)
+        found = self._handed_s(trial, rough.estimate_s(shape, once * more, budget))
         if not self.mixes or found == inf:
             return found
         share = self.solving.rough("none", self.wishes).share_over(shape, rough, budget)
         once *= 1.0 + share * (more - 1.0)
-        mixed = self._handed_s(trial, rough.estimate_s(shape, once, budget), once)
+        mixed = self._handed_s(trial, rough.estimate_s(shape, once, budget))
         self._mixed[trial] = found / mixed if mixed else 1.0
         return mixed
 
-    def _handed_s(self, trial: Trial, step_s: float, microbatch_s: float) -> float:
-        """Return what a step takes with messages between its stages.
+    def _handed_s(self, trial: Trial, step_s: float) -> float:
+        """Return what a step takes with messages between its stages: all over the slowest of the links, or one way.
 
-        A rank has as many micro-batches under way as there are stages: each goes all the way and back meanwhile.
+        That is as fast as schedules can be: one that has few micro-batches under way waits for messages besides.
         """
         if trial.depth == 1 or step_s == inf:
             return step_s
-        parts, sizes = trial.microbatches * shape_of(trial).replicas, tuple(axis.size for axis in trial.ranks)
-        handing = least_handing(self.solving.equal, trial.depth, sizes, self._crossing_bytes / parts)
-        rounds, way_s = trial.microbatches / trial.depth, 2.0 * handing.path_s
-        busy_s = max(step_s, trial.microbatches * handing.most_s, rounds * (microbatch_s + way_s))
-        return busy_s + way_s
+        shape, sizes = shape_of(trial), tuple(axis.size for axis in trial.ranks)
+        sent = self._crossing_bytes / (shape.microbatches * shape.replicas * shape.width)
+        handing = least_handing(self.solving.equal, trial.depth, sizes, sent)
+        return max(step_s, shape.microbatches * handing.most_s) + 2.0 * handing.path_s
 
     @cached_property
     def _crossing_bytes(self) -> float:
