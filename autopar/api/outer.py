@@ -20,7 +20,7 @@ from autopar.api.lightening import lighter
 from autopar.api.pipelining import Pipelined, Wanted
 from autopar.api.proofs import Best, Proofs
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting, interrupted, left_out, ruled_out
-from autopar.api.turns import LATE, Turn, next_turn, turn_s
+from autopar.api.turns import AT_MOST, LATE, Turn, alternating, next_turn, turn_s
 from autopar.api.wishes import Wishes
 from autopar.figures import format_bytes
 from autopar.progress import Progress
@@ -143,7 +143,7 @@ class Outer:
                 self.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
         self.progress.phase(f"estimate {len(left)} trials")
         self._likely = self._estimates.of(left, fits=self.best is not None)
-        queue = varied(sorted(left, key=self._turn_s))
+        queue = alternating(varied(sorted(left, key=self._turn_s)))
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.left_to_try_s > 0:
             chunk: list[Trial] = []
@@ -192,12 +192,13 @@ class Outer:
         """Relax and solve trials, what promises most first; return how many of each.
 
         A trial's turn to be relaxed comes by its estimate, that to be solved by its bound, if that is larger. So a good
-        plan that is found early spares the others both.
+        plan that is found early spares the others both; and plans show by how much estimates of their kind are off.
         """
-        heap: list[Turn] = [(self._turn_s(trial), place, trial) for place, trial in enumerate(trials)]
+        heap: list[Turn] = [(0.0, place, trial) for place, trial in enumerate(trials)]
         relaxed = solutions = 0
         try:
             while heap:
+                heap = [(self._turn_s(one), place, one) for _, place, one in heap]
                 turn = next_turn(
                     heap, late=self.best is None and self.left_to_try_s < LATE * self.solving.options.time_limit
                 )
@@ -212,7 +213,7 @@ class Outer:
                     relaxed += 1
                     self.progress.update(done=relaxed, total=len(trials))
                     if found is not None:
-                        heap.append((self._promised_s(found), place, found))
+                        heap.append((found.bound_s, place, found))
                 heap.remove(turn)
         except KeyboardInterrupt:
             known = {one.trial for one in self.solved}
@@ -230,12 +231,16 @@ class Outer:
             return None
         return found
 
-    def _turn_s(self, trial: Trial) -> float:
-        return turn_s(trial, self._likely.get(trial, 0.0))
-
-    def _promised_s(self, one: Waiting) -> float:
+    def _turn_s(self, one: Trial | Waiting) -> float:
         """Return the larger of its bound and its estimate: only this counts what recomputing less is hoped to save."""
-        return max(one.bound_s, self._turn_s(one.trial))
+        trial, bound_s = (one.trial, one.bound_s) if isinstance(one, Waiting) else (one, 0.0)
+        return max(bound_s, turn_s(trial, self._likely.get(trial, 0.0), self._estimates_off))
+
+    @property
+    def _estimates_off(self) -> dict[Trial, float]:
+        """Return how many times as long as estimated the plans took that were found."""
+        known = [each for each in self.solved if each.trial in self._likely and each.outcome is not None]
+        return {each.trial: each.step_s / self._slack(each.trial) / self._likely[each.trial] for each in known}
 
     def _solve(self, one: Waiting, most: int, left: int, total: int) -> bool:
         """Solve one of the trials left unless it is no better than the best plan; return whether it was solved."""
@@ -248,7 +253,8 @@ class Outer:
             self.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
             return False
         self.progress.phase(f"solve {left} of {len(self.solved) + left}, best bound first")
-        found = self.solving.solve(one, self.wishes, self._ways(one.trial), beaten_s, self.left_to_try_s)
+        room_s = self.left_to_try_s * (1.0 if self.best is None or left == 1 else AT_MOST)
+        found = self.solving.solve(one, self.wishes, self._ways(one.trial), beaten_s, room_s)
         self.solved.append(found)
         if found.solution.status == "interrupted":
             raise KeyboardInterrupt
@@ -276,15 +282,10 @@ class Outer:
 
     def _is_unlikely(self, trial: Trial) -> bool:
         """Return whether a trial's estimate is too slow, as far as estimates of its kind were off."""
-        likely = self._likely
-        off = [
-            one.step_s / self._slack(one.trial) / likely[one.trial]
-            for one in self.solved
-            if one.trial in likely and one.outcome is not None and kind_of(one.trial) == kind_of(trial)
-        ]
-        if likely[trial] > _UNLIKELY * self.best_s:
+        off = [times for each, times in self._estimates_off.items() if kind_of(each) == kind_of(trial)]
+        if self._likely[trial] > _UNLIKELY * self.best_s:
             return True
-        return bool(off) and min(off) * likely[trial] > _SLOWER * self.best_s
+        return bool(off) and min(off) * self._likely[trial] > _SLOWER * self.best_s
 
     def _needs_less(self, trial: Trial) -> bool:
         """Return whether a trial that recomputes everything has a plan that recomputes nothing, which is faster."""

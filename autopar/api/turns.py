@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
+from autopar.api.kinds import kind_of
 from autopar.api.solving import Waiting
 from autopar.search.trials import Trial
 
 LATE = 0.4
 """Share of the time limit: with less than that left for trials it is late to be without a plan."""
+
+AT_MOST = 0.5
+"""Share of the time left that one trial may take to be solved where there is a plan and others wait."""
 
 _AXIS = 0.02
 """Share of its seconds by which a trial comes later for each of its axes: with more of them it takes several times as
@@ -18,9 +23,25 @@ Turn = tuple[float, int, Trial | Waiting]
 """Estimated or bounded seconds of a trial, its place among the others, and what is known of it."""
 
 
-def turn_s(trial: Trial, likely_s: float) -> float:
-    """Return the seconds by which a trial's turn comes, of which an estimate is known."""
-    return likely_s * (1.0 + _AXIS * len(trial.ranks))
+def turn_s(trial: Trial, likely_s: float, off: Mapping[Trial, float]) -> float:
+    """Return the seconds by which a trial's turn comes, of which an estimate is known.
+
+    `off`: how many times as long as estimated the plans took that were found. What is of a trial's kind, and as much
+    of a pipeline, is estimated wrong in the same way; that plans were faster brings no turn forward.
+    """
+    kind = kind_of(trial), trial.depth > 1
+    alike = [times for each, times in off.items() if (kind_of(each), each.depth > 1) == kind]
+    return likely_s * max(1.0, min(alike, default=1.0)) * (1.0 + _AXIS * len(trial.ranks))
+
+
+def alternating(trials: Sequence[Trial]) -> list[Trial]:
+    """Return trials with pipelines and the whole program by turns, as long as there are both, each in the order given.
+
+    Estimates of the two are off for reasons of their own: memory that recomputation frees here, bubbles there. Where
+    those of one are all too fast, they would take all the time before one of the other is looked at.
+    """
+    apart = [[each for each in trials if (each.depth > 1) == staged] for staged in (False, True)]
+    return [each for pair in zip_longest(*apart) for each in pair if each is not None]
 
 
 def next_turn(turns: Sequence[Turn], *, late: bool) -> Turn:

@@ -1,0 +1,42 @@
+"""Whose turn it is among trials: what found plans tell of estimates, and both kinds of programs in sight."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.api.turns import alternating, turn_s
+from autopar.search.meshes import MeshAxis
+from autopar.search.trials import Trial
+
+
+def _sharded(ranks: int, *, depth: int = 1) -> Trial:
+    return Trial((MeshAxis("dp_shard", ranks),), depth=depth)
+
+
+def _split(ranks: int) -> Trial:
+    return Trial((MeshAxis("tp", ranks),))
+
+
+def test_pipelines_and_the_whole_program_take_turns_in_the_order_of_each():
+    whole, staged = [_sharded(8), _sharded(4), _sharded(2)], [_sharded(2, depth=4)]
+
+    assert alternating([*whole, *staged]) == [whole[0], staged[0], *whole[1:]]
+    assert alternating([*staged, *whole]) == [whole[0], staged[0], *whole[1:]]
+    assert alternating(whole) == whole
+
+
+def test_a_kind_whose_plans_were_slower_than_estimated_comes_later_by_that():
+    off = {_sharded(8): 1.5, _sharded(4): 1.4, _sharded(8, depth=2): 3.0}
+
+    assert turn_s(_sharded(2), 1.0, off) == pytest.approx(1.4 * turn_s(_sharded(2), 1.0, {}))
+    assert turn_s(_split(2), 1.0, off) == turn_s(_split(2), 1.0, {})
+
+
+def test_a_kind_whose_plans_were_faster_than_estimated_comes_no_earlier():
+    assert turn_s(_sharded(2), 1.0, {_sharded(8): 0.5}) == turn_s(_sharded(2), 1.0, {})
+
+
+def test_trials_on_more_axes_come_later():
+    one, two = _sharded(8), Trial((MeshAxis("dp_replicate", 2), MeshAxis("dp_shard", 4)))
+
+    assert turn_s(one, 1.0, {}) < turn_s(two, 1.0, {})
