@@ -1,7 +1,8 @@
 """Programs for GPUs on tensors without memory: what each operator makes is what the next one takes there.
 
-Kernels for GPUs do not run here, but torch knows shapes, types, strides and devices of what they make: a kernel that
-is given what it does not take, or a tensor that is made on the CPU, is refused as it would be on a GPU.
+Kernels for GPUs do not run here, but torch knows shapes, types, strides and devices of what they make: views that do
+not fit, and tensors that are made on the CPU, are refused as on a GPU. What kernels check themselves is not: see
+`test_device`.
 """
 
 from __future__ import annotations
