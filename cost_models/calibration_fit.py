@@ -201,17 +201,22 @@ def _fit_attention(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[Devic
     seconds = np.array([median_s(each) for each in of])
 
     def predicted(now: Mapping[str, float]) -> Any:
-        fitted = replace(device, attention_efficiency=now["efficiency"])
-        return np.array([float(attention_s(e["flops"], e["bytes"], e["dtype"], fitted)) for e in of])
+        fitted = replace(device, attention_efficiency=now["efficiency"], attention_half=now["half"])
+        seen = [each.get("positions", float("inf")) for each in of]
+        made = [attention_s(e["flops"], e["bytes"], e["dtype"], fitted, keys) for e, keys in zip(of, seen, strict=True)]
+        return np.array([float(each) for each in made])
 
     if not of:
         return device, []
-    best = least_error(predicted, seconds, {"efficiency": device.attention_efficiency})
-    value = min(1.0, best["efficiency"])
-    error = _median_error(predicted({"efficiency": value}), seconds)
-    return replace(device, attention_efficiency=value), [
-        Fitted("attention_efficiency", value, "fraction", spread(of), error, len(of))
-    ]
+    start = {"efficiency": device.attention_efficiency}
+    half = {"half": max(1.0, device.attention_half)} if len({each.get("positions") for each in of}) > 1 else {}
+    fixed = {"half": device.attention_half}
+    best = fixed | least_error(lambda now: predicted({**fixed, **now}), seconds, start | half)
+    best["efficiency"] = min(1.0, best["efficiency"])
+    error = _median_error(predicted(best), seconds)
+    found = [Fitted("attention_efficiency", best["efficiency"], "fraction", spread(of), error, len(of))]
+    found += [Fitted("attention_half", best["half"], "count", spread(of), error, len(of))] if half else []
+    return replace(device, attention_efficiency=best["efficiency"], attention_half=best["half"]), found
 
 
 def fit_level(levels: Sequence[Level], at: int, samples: Sequence[Sample]) -> tuple[Level, list[Fitted]]:

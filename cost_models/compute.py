@@ -94,9 +94,15 @@ FORMULAS: Mapping[str, Formula] = registry(
     ),
     Formula(
         "attention",
-        "flops/(P*e)",
-        (("flops", "operations of the kernel"), ("P", "dense peak, FLOP/s"), ("e", "fraction a fused kernel reaches")),
-        "roofline of a fused attention kernel",
+        "flops*(1 + ha/keys)/(P*e)",
+        (
+            ("flops", "operations of the kernel"),
+            ("ha", "keys at half the best rate"),
+            ("keys", "positions that each query sees"),
+            ("P", "dense peak, FLOP/s"),
+            ("e", "fraction a fused kernel reaches over many keys"),
+        ),
+        "roofline of a fused attention kernel, whose products are short where keys are few",
     ),
 )
 
@@ -215,15 +221,32 @@ def narrowing_s(elements: Size, item_bytes: int, dtype: str, device: DeviceSpec)
     return fused_s(moved, 0.0, device)
 
 
-def attention_s(flops: Size, bytes_moved: Size, dtype: str, device: DeviceSpec) -> FloatArray:
-    """Return the time in seconds of a fused attention kernel of `flops` operations.
+def attention_s(
+    flops: Size, bytes_moved: Size, dtype: str, device: DeviceSpec, keys: Size = float("inf")
+) -> FloatArray:
+    """Return the time in seconds of a fused attention kernel of `flops` operations over so many keys.
 
-    Causal masks halve `flops`; the caller counts. Head sizes that are no
+    Causal masks save some of `flops`; the caller counts. Head sizes that are no
     multiple of 8 are slower for real and not modelled.
     """
     peak = device.flops_for(dtype)
-    arithmetic = FORMULAS["attention"].evaluate(flops=flops, P=peak, e=device.attention_efficiency)
+    arithmetic = FORMULAS["attention"].evaluate(
+        flops=flops, ha=device.attention_half, keys=keys, P=peak, e=device.attention_efficiency
+    )
     return _on_device(arithmetic, bytes_moved, device)
+
+
+def causal_share(keys: float, block: int) -> float:
+    """Return the share of all pairs of as many queries and keys that a causal kernel computes.
+
+    It computes blocks of `block` keys whole: 1 where one block holds all keys, a half of many blocks. With `block` 1
+    just those pairs that the mask leaves, half of all (the diagonal is left out).
+    """
+    if block <= 1 or keys <= 0:
+        return 0.5
+    whole, rest = divmod(keys, block)
+    pairs = block * block * whole * (whole + 1) / 2 + rest * keys
+    return float(pairs / keys**2)
 
 
 def optimizer_s(

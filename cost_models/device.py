@@ -87,6 +87,12 @@ class DeviceSpec:
     attention_efficiency: float
     """Fraction of peak that a fused attention kernel of PyTorch's own reaches, forward and backward."""
 
+    attention_half: float = 0.0
+    """Keys with which an attention kernel runs at half its best rate; 0: any number is as good."""
+
+    attention_block: int = 1
+    """Keys that a causal kernel computes or leaves out together; 1: it computes what the mask leaves alone."""
+
     multiprocessors: int = 0
     """Multiprocessors that take whole tiles; 0: no tile quantisation."""
 
@@ -212,6 +218,8 @@ def catalogued_device(name: str) -> DeviceSpec:
             int(catalog.number(entry, "matmul_half_k")),
         ),
         attention_efficiency=catalog.number(entry, "attention_efficiency"),
+        attention_half=catalog.number(entry, "attention_half", 0.0),
+        attention_block=int(catalog.number(entry, "attention_block", 1)),
         multiprocessors=int(catalog.number(entry, "multiprocessors")),
         reserved_bytes=int(catalog.number(entry, "reserved")),
         transcendentals_per_s=catalog.number(entry, "transcendentals", 0.0),

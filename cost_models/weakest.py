@@ -55,6 +55,8 @@ def weakest_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
         matmul_half=_halves(kinds, product),
         multiprocessors=slowest.multiprocessors,
         attention_efficiency=attention,
+        attention_half=max(each.attention_half for each in kinds),
+        attention_block=max(each.attention_block for each in kinds),
         early_attention_efficiency=min(
             each.early_attention_efficiency or each.attention_efficiency for each in kinds
         ),

@@ -115,7 +115,8 @@ def seconds(
     moved = np.array(traffic, dtype=np.float64)
     if op.target.startswith("aten._scaled_dot_product"):
         flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
-        attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device)
+        keys = np.array([max(1, i[_keys_at(op)][-2]) for i in ins], dtype=np.float64)
+        attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device, keys)
         return np.asarray(attention, dtype=np.float64) + _fresh(op, outs, device)
     if theirs := loss_kernels(op, device.cross_entropy):
         item = metas[theirs.scores].item_bytes
@@ -286,15 +287,23 @@ def _product_seconds(
 def _attention_flops(op: Op, ins: Sequence[Shape], device: DeviceSpec | None = None) -> float:
     """Return the FLOPs of an attention kernel: two products forward, five backward, half of them if causal.
 
-    On a device, those that it computes: heads padded to the sizes that its kernels are built for.
+    On a device, those that it computes: heads padded to the sizes that its kernels are built for, and of a causal mask
+    all keys of a block of which a query sees one.
     """
-    backward = "backward" in op.target
-    query, key, value = (ins[1], ins[2], ins[3]) if backward else (ins[0], ins[1], ins[2])
-    products = 5.0 if backward else 2.0
+    at = _keys_at(op)
+    query, key, value = ins[at - 1], ins[at], ins[at + 1]
+    products = 5.0 if "backward" in op.target else 2.0
     widths = [float(each[-1]) if device is None else device.padded_head(each[-1]) for each in (query, value)]
     width = sum(widths) / 2
-    causal = 0.5 if _is_causal(op) else 1.0
+    causal = 1.0
+    if _is_causal(op):
+        causal = 0.5 if device is None else compute.causal_share(key[-2], device.attention_block)
     return products * 2.0 * math.prod(query[:-1]) * key[-2] * width * causal
+
+
+def _keys_at(op: Op) -> int:
+    """Return which tensor that an attention kernel reads is the keys; queries come before and values behind them."""
+    return 2 if "backward" in op.target else 1
 
 
 def _is_causal(op: Op) -> bool:

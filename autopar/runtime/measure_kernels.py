@@ -30,6 +30,12 @@ _MIB = 2**20
 _UNCACHED_BYTES = 96 * _MIB
 """Of all operands that take turns: thrice the last cache that a rank has on common machines."""
 
+_MOST_BYTES = 2**30
+"""Of tensors that take turns in traffic to memory, where a machine's last cache is larger than that of common ones."""
+
+_STREAMED_BYTES = 4 * _MIB
+"""Tensors of elementwise operators from this size on take turns: in a step, others have passed since they were made."""
+
 _MATMULS = (
     (1, 16, 512, 512), (8, 64, 64, 64), (1, 128, 512, 64), (1, 256, 256, 256), (1, 64, 1024, 1024),
     (32, 128, 128, 64), (1, 2048, 256, 256), (1, 64, 2048, 2048), (1, 1024, 1024, 256), (1, 512, 4096, 512),
@@ -38,7 +44,15 @@ _MATMULS = (
 )  # fmt: skip
 """Batch, m, n, k: layers narrow and wide, few and many rows, heads of attention; by FLOPs."""
 
-_ATTENTIONS = ((2, 4, 128, 64), (4, 8, 256, 64), (4, 16, 1024, 64), (4, 16, 4096, 128))
+_ATTENTIONS = (
+    (16, 4, 16, 64),
+    (8, 8, 32, 64),
+    (8, 4, 64, 64),
+    (2, 4, 128, 64),
+    (4, 8, 256, 64),
+    (4, 16, 1024, 64),
+    (4, 16, 4096, 128),
+)
 """Batch, heads, positions, width of a head."""
 
 
@@ -102,9 +116,15 @@ def _traffic(clock: Clock) -> Iterator[Sample]:
     largest = 64 if clock.device.type == "cpu" else 1024
     size = 1
     while size <= 16 * largest:  # of each of three tensors, in 1/16 MiB
-        a, b, out = (clock.random(size * _MIB // 64) for _ in range(3))
-        calls = max(1, 64 // size)
-        seconds = clock.seconds(lambda a=a, b=b, out=out: torch.add(a, b, out=out), calls)  # type: ignore[misc]
+        first = [clock.random(size * _MIB // 64) for _ in range(3)]
+        large = first[0].nbytes >= _STREAMED_BYTES
+        turns = itertools.cycle(copies(*first, total=_out_of_cache(clock.device)) if large else [first])
+
+        def add(turns: Iterator[Sequence[Tensor]] = turns) -> None:
+            a, b, out = next(turns)
+            torch.add(a, b, out=out)
+
+        seconds = clock.seconds(add, max(1, 64 // size))
         yield {"kernel": "elementwise", "bytes": 3 * size * _MIB // 16, "seconds": seconds}
         size *= 4
 
@@ -153,9 +173,16 @@ def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
         rate = flops / slowest
 
 
-def copies(*tensors: Tensor) -> list[Sequence[Tensor]]:
-    """Return the tensors and as many copies of all of them as caches do not hold."""
-    count = -(-_UNCACHED_BYTES // sum(each.nbytes for each in tensors))
+def _out_of_cache(device: torch.device) -> int:
+    """Return how many bytes of tensors the last cache of a device surely does not hold."""
+    name = "SC_LEVEL3_CACHE_SIZE"
+    cache = os.sysconf(name) if device.type == "cpu" and name in os.sysconf_names else 0
+    return min(_MOST_BYTES, max(_UNCACHED_BYTES, 2 * cache))
+
+
+def copies(*tensors: Tensor, total: int = _UNCACHED_BYTES) -> list[Sequence[Tensor]]:
+    """Return the tensors and as many copies of all of them as make up `total` bytes, which caches do not hold."""
+    count = -(-total // sum(each.nbytes for each in tensors))
     return [tensors, *([each.clone() for each in tensors] for _ in range(count - 1))]
 
 
@@ -178,6 +205,7 @@ def _attentions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
             "dtype": str(dtype).removeprefix("torch."),
             "flops": flops,
             "bytes": 4 * q.nbytes,
+            "positions": positions,
             "seconds": seconds,
         }
         rate = flops / max(seconds)

@@ -25,6 +25,7 @@ from autopar.runtime.errors import (
     world_size_differs,
 )
 from autopar.runtime.gloo import is_gloo, one_thread_backend
+from autopar.runtime.heap import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Ranks:
     def join(cls, device: str | torch.device | None = None) -> Ranks:
         """Return this process's place: of the process group there is, else of torchrun's environment, else alone.
 
-        A process group is made (nccl for cuda, gloo otherwise) only if there are several ranks and none exists.
+        A process group is made (nccl for cuda, gloo otherwise) only if there are several ranks and none exists. On CPUs
+        what the process frees stays with it from now on (`heap`).
 
         Raises:
             UsageError: the environment is none of torchrun's, or there is no such device.
@@ -55,6 +57,8 @@ class Ranks:
             if not torch.cuda.is_available() or (place.index or 0) >= count:
                 raise no_such_device(str(place), count)
             torch.cuda.set_device(place)
+        elif place.type == "cpu":
+            keep_freed_memory()
         if world_size > 1 and not dist.is_initialized():
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
             if missing:

@@ -19,11 +19,12 @@ from cost_models.errors import ClusterError, CostModelError, suggestion
 
 KINDS = ("datasheet", "measured", "fitted", "assumed")
 
-FORMAT = 2
+FORMAT = 3
 """Of the figures that a device and a link have; a calibration file made for an older one lacks some."""
 
 FORMATS: Mapping[int, str] = {
     2: "fresh_size and fresh_bandwidth of a device's memory, host_bandwidth and efficiency_of of links",
+    3: "attention_half and attention_block of a device; memory and products are measured where freed memory is kept",
 }
 """What each format added."""
 

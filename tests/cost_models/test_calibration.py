@@ -44,6 +44,7 @@ def true_device() -> DeviceSpec:
         matmul_efficiency={"float32": 0.9},
         matmul_half=(20, 9, 15),
         attention_efficiency=0.5,
+        attention_half=70.0,
         kernel_launch_s=8e-6,
         transcendentals_per_s=3e8,
         fresh_bytes=24 * MIB,
@@ -67,7 +68,9 @@ def kernels_of(device: DeviceSpec) -> list[dict[str, Any]]:
         found.append(sample("fresh", old + fresh_s(size, device), bytes=size, old_s=[old]))
     for sizes in ((1, 16, 512, 512), (1, 512, 16, 512), (1, 512, 512, 16), (8, 64, 64, 64), (1, 1024, 1024, 1024)):
         found.append(sample("matmul", matmul_s(*sizes, "float32", device), dtype="float32", sizes=list(sizes)))
-    found.append(sample("attention", attention_s(1e9, MIB, "float32", device), flops=1e9, bytes=MIB, dtype="float32"))
+    for keys in (16, 128, 2048):
+        seconds = attention_s(1e9, MIB, "float32", device, keys)
+        found.append(sample("attention", seconds, flops=1e9, bytes=MIB, dtype="float32", positions=keys))
     return found
 
 
@@ -84,6 +87,7 @@ def test_kernels_timed_on_a_device_give_back_its_constants():
     assert found.fresh_bytes_per_s == pytest.approx(1e9, rel=0.01)
     assert found.transcendentals_per_s == pytest.approx(3e8, rel=0.01)
     assert found.attention_efficiency == pytest.approx(0.5 * 60e9 / found.flops_for("float32"), rel=0.02)
+    assert found.attention_half == pytest.approx(70, rel=0.05)
     assert max(each.error for each in figures) < 0.02
 
 
@@ -231,7 +235,7 @@ def test_a_calibration_of_another_link_is_refused_with_all_that_differs(folder: 
 FORMATS = [
     (
         {"catalog_format": catalog.FORMAT - 1},
-        "older than the catalogue's format, which is 2; new since then: fresh_size",
+        "older than the catalogue's format, which is 3; new since then: attention_half",
     ),
     ({"catalog_format": None}, "catalog_format: is None, not of the catalogue's format"),
     ({"version": 99}, "version: is 99, not of the calibration files's format, which is 1"),

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models import catalog
-from cost_models.compute import accumulate_s, attention_s, matmul_compute_s, matmul_s, memory_bound_s, optimizer_s
+from cost_models.compute import (
+    accumulate_s,
+    attention_s,
+    causal_share,
+    matmul_compute_s,
+    matmul_s,
+    memory_bound_s,
+    optimizer_s,
+)
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.memory import DtypeOf, allocated_bytes, optimizer_state_bytes, optimizer_traffic_bytes, usable_bytes
@@ -127,6 +135,24 @@ def test_attention_is_bound_by_the_slower_of_arithmetic_and_memory():
         1e13 / 312e12 / spec.attention_efficiency, rel=1e-3
     )
     assert float(attention_s(0.0, 1e9, "bf16", spec)) == float(memory_bound_s(1e9, spec))
+
+
+def test_attention_over_as_many_keys_as_half_the_rate_takes_twice_as_long():
+    spec = replace(catalogued_device("cpu"), attention_half=50.0)
+
+    few, many = (float(attention_s(1e12, 0.0, "float32", spec, keys)) for keys in (50, 50_000_000))
+
+    assert few == pytest.approx(2 * many, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "block"), [(64, 512), (512, 512), (768, 512), (1024, 512), (2048, 512), (100, 1), (6, 4), (7, 2)]
+)
+def test_a_causal_kernel_computes_the_blocks_of_which_a_query_sees_one(keys: int, block: int):
+    rows = np.arange(keys)
+    computed = np.minimum((rows // block + 1) * block, keys).sum()
+
+    assert causal_share(keys, block) == pytest.approx(0.5 if block == 1 else computed / keys**2)
 
 
 OPTIMIZERS = [("none", 0, 0), ("sgd", 0, 12), ("sgd_momentum", 4, 20), ("adam", 8, 28), ("adamw", 8, 28)]
