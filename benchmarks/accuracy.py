@@ -258,7 +258,7 @@ def _without_own_rows(device: DeviceSpec, dtype: str) -> DeviceSpec:
     family = next(each for each in FAMILIES.values() if device.name in each)
     others = [catalogued_device(name).matmul_efficiency for name in family if name != device.name]
     known = [efficiency[key] for efficiency in others if key in efficiency]
-    return replace(device, matmul_efficiency={key: mean(known)})
+    return replace(device, matmul_efficiency={key: mean(known)}, matmul_best={})
 
 
 def _percent(errors: Sequence[float]) -> str:

@@ -193,6 +193,7 @@ def _with_matmul(device: DeviceSpec, dtype: str, now: Mapping[str, float]) -> De
         peak_flops={**device.peak_flops, dtype: nominal},
         matmul_efficiency={**device.matmul_efficiency, dtype: achieved / nominal},
         matmul_half=(m, n, k),
+        matmul_best={key: share for key, share in device.matmul_best.items() if key != dtype},
     )
 
 

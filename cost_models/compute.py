@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.device import DeviceSpec, dtype_bytes
+from cost_models.device import DeviceSpec, canonical_dtype, dtype_bytes
 from cost_models.formula import Formula, registry
 from cost_models.memory import DtypeOf, optimizer_traffic_bytes
 
@@ -74,6 +74,12 @@ FORMULAS: Mapping[str, Formula] = registry(
         "2*b*(m + hm)*(n + hn)*(k + hk)/(P*e)",
         (*_SIZES, ("hm", "m at half the best rate"), ("hn", "n, likewise"), ("hk", "k, likewise"), *_PEAK),
         "simple saturation in each size, for devices without tile quantisation",
+    ),
+    Formula(
+        "matmul_best",
+        "2*b*m*n*k/(P*c)",
+        (*_SIZES, _PEAK[0], ("c", "fraction of peak that the best shape was measured at")),
+        "no shape is faster than the fastest of all that were measured (benchmarks/data/matmul_achievable.csv)",
     ),
     Formula(
         "matmul_bytes",
@@ -145,7 +151,8 @@ def matmul_s(
     sizes = [np.asarray(each, dtype=np.float64) for each in (batch, m, n, k)]
     item = dtype_bytes(dtype)
     moved = FORMULAS["matmul_bytes"].evaluate(**_named(sizes), d=item, r=result_bytes or item)
-    return _on_device(matmul_compute_s(batch, m, n, k, dtype, device), moved, device)
+    work = _on_device(matmul_compute_s(batch, m, n, k, dtype, device), moved, device)
+    return np.maximum(work, _at_best_s(sizes, dtype, device))
 
 
 def matmul_compute_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device: DeviceSpec) -> FloatArray:
@@ -177,6 +184,14 @@ def matmul_compute_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device:
         e=device.matmul_efficiency_for("float32"),
     )
     return np.where(unaligned, np.maximum(fastest, plain), fastest)
+
+
+def _at_best_s(sizes: Sequence[FloatArray], dtype: str, device: DeviceSpec) -> FloatArray:
+    """Return the seconds in which products would be at the rate of the best that was measured; 0: not known."""
+    best = device.matmul_best.get(canonical_dtype(dtype), 0.0)
+    if not best:
+        return np.zeros_like(sizes[0])
+    return FORMULAS["matmul_best"].evaluate(**_named(sizes), P=device.flops_for(dtype), c=best)
 
 
 def memory_bound_s(bytes_moved: Size, device: DeviceSpec, transcendentals: Size = 0.0) -> FloatArray:
@@ -213,12 +228,14 @@ def accumulate_s(sum_bytes: Size, device: DeviceSpec) -> FloatArray:
 def narrowing_s(elements: Size, item_bytes: int, dtype: str, device: DeviceSpec) -> FloatArray:
     """Return the time in seconds of casting `elements` of `item_bytes` to the narrower `dtype`, for products.
 
-    A kernel reads them and writes two copies, one transposed, for products take both operands along their inner
-    dimension (Transformer Engine's cast-transpose; the transposed one is for the weights' gradient). Where software
-    fuses, the operator that made them writes the copies in place of them.
+    A kernel of its own reads them and writes two copies, one transposed, for products take both operands along their
+    inner dimension (Transformer Engine's `cast_transpose`; the transposed one is for the weights' gradient), or two
+    that are scaled by rows and by columns (MXFP8). It is no part of the operator that made them: what they are scaled
+    by is known once all of them are. Norms that write narrow values themselves, by scales of steps before, are not
+    modelled.
     """
     moved = np.asarray(elements, dtype=np.float64) * (item_bytes + 2 * dtype_bytes(dtype))
-    return fused_s(moved, 0.0, device)
+    return memory_bound_s(moved, device)
 
 
 def attention_s(

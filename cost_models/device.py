@@ -93,6 +93,12 @@ class DeviceSpec:
     attention_block: int = 1
     """Keys that a causal kernel computes or leaves out together; 1: it computes what the mask leaves alone."""
 
+    matmul_best: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Fraction of peak that the best of all matmuls of every shape was measured at, by data type; none: not known.
+
+    No product is faster: the shapes that fill tiles and multiprocessors best are those that power holds back most.
+    """
+
     multiprocessors: int = 0
     """Multiprocessors that take whole tiles; 0: no tile quantisation."""
 
@@ -220,6 +226,7 @@ def catalogued_device(name: str) -> DeviceSpec:
         attention_efficiency=catalog.number(entry, "attention_efficiency"),
         attention_half=catalog.number(entry, "attention_half", 0.0),
         attention_block=int(catalog.number(entry, "attention_block", 1)),
+        matmul_best={k: float(f.value) for k, f in catalog.mapping(entry, "matmul_best").items()},
         multiprocessors=int(catalog.number(entry, "multiprocessors")),
         reserved_bytes=int(catalog.number(entry, "reserved")),
         transcendentals_per_s=catalog.number(entry, "transcendentals", 0.0),

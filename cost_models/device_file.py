@@ -20,6 +20,7 @@ _KEYS = (
     "memory",
     "compute",
     "matmul_efficiency",
+    "matmul_best",
     "matmul_half",
     "attention_efficiency",
     "attention_half",
@@ -69,6 +70,7 @@ def read_device(name: str, section: Section) -> DeviceSpec:
         peak_flops={**base.peak_flops, **peaks},
         matmul_efficiency=efficiencies,
         default_matmul_efficiency=default_efficiency,
+        matmul_best=_best(section, base),
         matmul_half=_half(section, base.matmul_half),
         attention_efficiency=_fraction(section, "attention_efficiency", base.attention_efficiency),
         attention_half=section.number("attention_half", base.attention_half),
@@ -103,6 +105,8 @@ def device_document(device: DeviceSpec) -> dict[str, Any]:
         "multiprocessors": device.multiprocessors,
         "transcendentals_per_second": device.transcendentals_per_s,
     }
+    if device.matmul_best:
+        document["matmul_best"] = dict(device.matmul_best)
     if device.catalog:
         document["catalog"] = device.catalog
     return document
@@ -170,6 +174,17 @@ def _efficiencies(section: Section, base: DeviceSpec) -> tuple[dict[str, float],
             raise section.error(f"unknown data type {key!r}{suggestion(key, known)}; known: {', '.join(DTYPE_BYTES)}")
         found[canonical_dtype(key)] = _fraction(section, key, 1.0)
     return found, found.pop("default", base.default_matmul_efficiency)
+
+
+def _best(section: Section, base: DeviceSpec) -> dict[str, float]:
+    """Return the fractions of peak that no product exceeds: as given; else the base's where its efficiencies hold."""
+    given = section.section("matmul_best")
+    if "matmul_best" not in section:
+        return {} if "matmul_efficiency" in section else dict(base.matmul_best)
+    for key in given.data:
+        if canonical_dtype(key) not in DTYPE_BYTES:
+            raise given.error(f"unknown data type {key!r}; known: {', '.join(DTYPE_BYTES)}")
+    return {canonical_dtype(key): _fraction(given, key, 1.0) for key in given.data}
 
 
 def _half(section: Section, default: tuple[float, float, float]) -> tuple[float, float, float]:

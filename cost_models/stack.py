@@ -199,6 +199,7 @@ class Stack:
             cross_entropy=self.cross_entropy,
             matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()},
             default_matmul_efficiency=sustained * device.default_matmul_efficiency,
+            matmul_best={dtype: sustained * share for dtype, share in device.matmul_best.items()},
             attention_efficiency=attention,
             attention_heads=heads,
         )

@@ -53,6 +53,7 @@ def weakest_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
         matmul_efficiency={key: product[key] / peak[key] for key in peak},
         default_matmul_efficiency=min(each.default_matmul_efficiency for each in kinds),
         matmul_half=_halves(kinds, product),
+        matmul_best=_bests(kinds, peak),
         multiprocessors=slowest.multiprocessors,
         attention_efficiency=attention,
         attention_half=max(each.attention_half for each in kinds),
@@ -157,6 +158,12 @@ def _halves(kinds: Sequence[DeviceSpec], rates: Mapping[str, float]) -> tuple[fl
         max(each.matmul_half[size] * share for each, share in zip(kinds, shares, strict=True)) for size in range(_SIZES)
     )
     return hm, hn, hk
+
+
+def _bests(kinds: Sequence[DeviceSpec], peak: Mapping[str, float]) -> dict[str, float]:
+    """Return the least of the rates known to be the best of any product, by data type, over the peaks given."""
+    rates = {key: _least_given(each.peak_flops[key] * each.matmul_best.get(key, 0.0) for each in kinds) for key in peak}
+    return {key: rate / peak[key] for key, rate in rates.items() if rate}
 
 
 def _least_given(rates: Iterable[float]) -> float:

@@ -105,8 +105,8 @@ def text(of: Entry, key: str) -> str:
 
 
 def mapping(of: Entry, key: str) -> Mapping[str, Figure]:
-    """Return the figures under `key`, such as `compute`, by their names."""
-    found = of[key]
+    """Return the figures under `key`, such as `compute`, by their names; of a key that the entry lacks none."""
+    found = of.get(key, {})
     return {} if isinstance(found, Figure) else found
 
 

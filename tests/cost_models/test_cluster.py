@@ -9,6 +9,7 @@ import yaml
 from cost_models import catalog
 from cost_models.cluster import ClusterSpec
 from cost_models.detect import recognise
+from cost_models.device import catalogued_device
 from cost_models.errors import ClusterError
 
 # The example of the contract.
@@ -364,3 +365,17 @@ def test_importing_the_cluster_loads_neither_sympy_nor_numpy_nor_torch():
     code = "import sys, cost_models.cluster; print({'sympy', 'numpy', 'torch', 'autopar'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_best_rate_of_products_is_the_presets_until_the_file_says_efficiencies_of_its_own():
+    def best(**more: object) -> object:
+        document = edited("devices/h100", {"preset": "h100-sxm-80gb", **more})
+        found = ClusterSpec.from_dict(document)
+        assert ClusterSpec.from_dict(found.to_dict()).groups[0].node.device == found.groups[0].node.device
+        return found.groups[0].node.device.matmul_best
+
+    assert best() == catalogued_device("h100-sxm-80gb").matmul_best
+    assert best(matmul_efficiency={"bf16": 0.95}) == {}
+    assert best(matmul_efficiency={"bf16": 0.95}, matmul_best={"bf16": 0.9}) == {"bfloat16": 0.9}
+    with pytest.raises(ClusterError, match="unknown data type 'bg16'"):
+        best(matmul_best={"bg16": 0.9})

@@ -15,12 +15,14 @@ from cost_models.compute import (
     matmul_compute_s,
     matmul_s,
     memory_bound_s,
+    narrowing_s,
     optimizer_s,
 )
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.memory import DtypeOf, allocated_bytes, optimizer_state_bytes, optimizer_traffic_bytes, usable_bytes
 from cost_models.overlap import ACCESSES, exposed_s, overlap_efficiency
+from cost_models.stack import stack_of
 from cost_models.topology import Hop
 
 DEVICES = catalog.names("devices")
@@ -32,6 +34,7 @@ CATALOGUED = {
     "NVIDIA H100 SXM": "h100-sxm-80gb",
     "NVIDIA H200 SXM": "h200",
     "NVIDIA B200 SXM": "b200",
+    "NVIDIA GB200 SXM": "gb200",
     "AMD MI300X": "mi300x",
 }
 
@@ -59,6 +62,25 @@ def test_the_best_published_matmul_is_reproduced_within_two_percent(device, dtyp
     seconds = float(matmul_s(1, m, n, k, dtype, catalogued_device(device)))
 
     assert 2 * m * n * k / seconds == pytest.approx(achieved, rel=0.02)
+
+
+@pytest.mark.parametrize(("device", "dtype", "m", "n", "k", "achieved"), BEST, ids=[f"{b[0]} {b[1]}" for b in BEST])
+def test_no_shape_is_faster_than_the_best_that_was_measured(device, dtype, m, n, k, achieved):
+    del m, n, k
+    rows, columns, inner = np.meshgrid([8192, 12288, 16384], [8192, 12288, 18432], [4096, 16384, 65536])
+
+    rates = 2 * rows * columns * inner / matmul_s(1, rows, columns, inner, dtype, catalogued_device(device))
+
+    assert rates.max() <= 1.001 * achieved
+
+
+@pytest.mark.parametrize("stack", ["nemo", "pytorch"])
+def test_a_cast_to_fp8_is_a_kernel_of_its_own_in_all_software(stack):
+    device = stack_of(stack, compiled=False).on(catalogued_device("h100-sxm-80gb"), 2025)
+
+    seconds = float(narrowing_s(1e9, 2, "fp8", device))
+
+    assert seconds == pytest.approx(4e9 / (device.memory_bytes_per_s * device.memory_efficiency), rel=0.01)
 
 
 @given(b=st.integers(1, 64), m=SIZE, n=SIZE, k=SIZE, device=st.sampled_from(DEVICES))
