@@ -7,6 +7,8 @@ column. Columns: benchmarks/data/README.md.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 
 from cost_models import catalog
 from cost_models.cell_words import (
@@ -241,6 +243,9 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_framework))),
     )
     _check(read)
+    if (part := _joined(read)) < min(read.gpus, read.gpus_per_node) and not _link_domain(read.joined_like):
+        uneven = f"ranks do not lie evenly on nodes of {read.gpus_per_node}: priced as {part} each, with their share"
+        return replace(read, assumed="; ".join(filter(None, (read.assumed, f"{uneven} of its adapters"))))
     return read
 
 
@@ -271,12 +276,21 @@ def _computing(read: TrainingRow) -> DeviceSpec:
 def _joined(read: TrainingRow) -> int:
     """Return the devices that one domain of links joins: a node, or of a rack as many as divide the row's.
 
-    A row may count such a rack by its trays (4 devices of 72) or in whole.
+    A row may count such a rack by its trays (4 devices of 72) or in whole. Where groups of ranks end inside of nodes
+    (dp 6 with tp 2 on nodes of 8), it is the largest part of a node in which none does.
     """
     domain = _link_domain(read.joined_like)
-    if not domain:
-        return min(read.gpus, read.gpus_per_node)
-    return next(count for count in range(min(domain, read.gpus), 0, -1) if read.gpus % count == 0)
+    whole = next(count for count in range(min(domain, read.gpus), 0, -1) if read.gpus % count == 0) if domain else 0
+    whole = whole or min(read.gpus, read.gpus_per_node)
+    parts = (count for count in range(whole, 0, -1) if whole % count == 0)
+    return next((count for count in parts if _lies_evenly(read, count)), whole)
+
+
+def _lies_evenly(read: TrainingRow, per_node: int) -> bool:
+    """Return whether each group of ranks of a stage fills such nodes, or a part that divides them."""
+    edges = tuple(accumulate((read.tp, read.ep, read.cp, read.dp_shard, read.dp // (read.dp_shard * read.ep)), mul))
+    extent = min(per_node, edges[-1])
+    return all(max(edge, extent) % min(edge, extent) == 0 for edge in edges)
 
 
 def _link_domain(device: str) -> int:

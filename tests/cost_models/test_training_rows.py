@@ -460,3 +460,16 @@ def test_a_part_of_a_machine_of_eight_v100_has_the_links_within_it(gpus: str, li
     read = read_training_row({**ROW, **alone, "intra_node_GB_per_s_per_gpu": "150"})
 
     assert training_cluster(read).groups[0].node.links.bytes_per_s == pytest.approx(links)
+
+
+def test_ranks_that_end_inside_a_node_are_priced_on_parts_of_nodes():
+    uneven = {"gpus": "24", "dp": "6", "tp": "2", "pp": "2", "global_batch": "96"}
+    read, even = read_training_row({**ROW, **uneven}), read_training_row({**ROW, "dp": "4"})
+
+    node, whole = training_cluster(read).groups[0].node, training_cluster(even).groups[0].node
+    assert (node.count, training_cluster(read).node_count) == (4, 6)
+    assert node.nic is not None
+    assert whole.nic is not None
+    assert node.nic.bytes_per_s == whole.nic.bytes_per_s / 2
+    assert "ranks do not lie evenly on nodes of 8: priced as 4 each, with their share of its adapters" in read.assumed
+    assert (whole.count, "evenly" in even.assumed) == (8, False)
