@@ -39,6 +39,9 @@ _KIN: Mapping[str, str] = {
 _ENCODERS = frozenset({"bert", "roberta", "electra", "deberta", "xlmr", "encoder", "vit", "deit"})
 """Families of the GPT's layers whose every position sees all others; of images, patches in place of tokens."""
 
+_OF_IMAGES = frozenset({"vit", "deit"})
+"""Encoders that are trained without dropout: `drop_rate` and `attn_drop_rate` of timm and of DeiT's recipes are 0."""
+
 _TWO_STACKS = frozenset({"t5", "mt5", "bart", "pegasus", "ul2", "whisper", "marian", "nllb"})
 
 _NONE = ("", "none", "no", "off", "false", "0", "n/a", "na", "-", "null", "disabled", "everything_saveable", "save_all")
@@ -122,6 +125,11 @@ def recompute_of(row: Cells) -> str:
 def is_encoder(row: Cells) -> bool:
     """Return whether a row's family is one whose every position sees all others."""
     return _plain(text_of(row, "family")) in _ENCODERS
+
+
+def drops(row: Cells) -> bool:
+    """Return whether models of a row's family are trained with dropout, in software whose attention is not fused."""
+    return _plain(text_of(row, "family")) not in _OF_IMAGES
 
 
 def _plain(text: str) -> str:

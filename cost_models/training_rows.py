@@ -14,6 +14,7 @@ from cost_models import catalog
 from cost_models.cell_words import (
     described_device,
     device_of,
+    drops,
     family_of,
     fuses_attention,
     is_compiled,
@@ -67,6 +68,18 @@ _QK_NORM = r"qwen.?3|gemma.?3"
 """What names of models contain that normalise queries and keys."""
 
 
+_SINKS = r"gpt.?oss"
+"""What names of models contain whose attention has sinks, a learned term of each softmax."""
+
+_SINKS_FUSED_FROM = 2027
+"""First whole year in which containers have a cuDNN whose fused kernels know sinks (9.18, early in 2026).
+
+Before, Transformer Engine runs such attention operator by operator, whatever is asked for:
+https://github.com/NVIDIA/TransformerEngine/issues/2318, https://github.com/verl-project/verl/issues/5224, read
+2026-11-25. NeMo Automodel has torch's flexible kernels instead, as remembered.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """Sizes of a model."""
@@ -90,6 +103,9 @@ class Architecture:
     ffn_hidden: int
     vocab: int
     fused_attention: bool
+    drops: bool = True
+    """Whether it is trained with dropout where its attention is not fused."""
+
     head_size: int = 0
     """Of one head; 0: its share of `hidden`."""
 
@@ -209,6 +225,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
     precision, narrow = precision_of(row)
     stack = stack_of(framework, is_compiled(row)).at_zero(zero)
+    architecture, of_sinks = _with_sinks(architecture, row, stack.of_year(count_of(row, "year")))
     read = TrainingRow(
         id=(row.get("id") or "").strip() or "row",
         source=(row.get("source") or "").strip() or "no source named",
@@ -240,7 +257,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         recompute=recompute_of(row),
         measured_step_s=step_s_of(row),
         measured_peak_bytes=peak_bytes_of(row),
-        assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_framework))),
+        assumed="; ".join(filter(None, (of_device, *of_sizes, of_sinks, of_replicas, of_framework))),
     )
     _check(read)
     if (part := _joined(read)) < min(read.gpus, read.gpus_per_node) and not _link_domain(read.joined_like):
@@ -340,6 +357,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         ffn_hidden=count_of(row, "ffn_hidden"),
         vocab=count_of(row, "vocab"),
         fused_attention=fused,
+        drops=drops(row),
         head_size=0 if latent is not None else _head_size(row, family, heads),
         qk_norm=family == "llama" and re.search(_QK_NORM, row.get("model") or "", re.IGNORECASE) is not None,
         mixture=mixture,
@@ -355,6 +373,14 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         else f"kv_heads is missing: as many as heads, {heads}"
     )
     return sizes, (of_family, of_experts, of_latent, of_decoder, of_groups, of_attention)
+
+
+def _with_sinks(sizes: Architecture, row: Mapping[str, str], stack: Stack) -> tuple[Architecture, str]:
+    """Return a row's sizes with the attention that the software has for its model, and what was assumed of it."""
+    sinks = re.search(_SINKS, row.get("model") or "", re.IGNORECASE) and "automodel" not in row["framework"].lower()
+    if not (sinks and sizes.fused_attention and stack.vendor_attention and count_of(row, "year") < _SINKS_FUSED_FROM):
+        return sizes, ""
+    return replace(sizes, fused_attention=False), "attention has sinks, which fused kernels lacked: taken to be unfused"
 
 
 def _decoder(row: Mapping[str, str], family: str) -> tuple[tuple[int, int], str]:

@@ -299,7 +299,7 @@ def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings 
         squared_relu=sizes.is_nemotron,
         rotary_positions=sizes.is_nemotron or sizes.is_neox,
         fused_attention=sizes.fused_attention,
-        dropout=0.0 if sizes.fused_attention else _DROPOUT,
+        dropout=_DROPOUT if sizes.drops and not sizes.fused_attention else 0.0,
     )
 
 
