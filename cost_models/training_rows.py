@@ -68,18 +68,6 @@ _QK_NORM = r"qwen.?3|gemma.?3"
 """What names of models contain that normalise queries and keys."""
 
 
-_SINKS = r"gpt.?oss"
-"""What names of models contain whose attention has sinks, a learned term of each softmax."""
-
-_SINKS_FUSED_FROM = 2027
-"""First whole year in which containers have a cuDNN whose fused kernels know sinks (9.18, early in 2026).
-
-Before, Transformer Engine runs such attention operator by operator, whatever is asked for:
-https://github.com/NVIDIA/TransformerEngine/issues/2318, https://github.com/verl-project/verl/issues/5224, read
-2026-11-25. NeMo Automodel has torch's flexible kernels instead, as remembered.
-"""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """Sizes of a model."""
@@ -225,7 +213,6 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
     precision, narrow = precision_of(row)
     stack = stack_of(framework, is_compiled(row)).at_zero(zero)
-    architecture, of_sinks = _with_sinks(architecture, row, stack.of_year(count_of(row, "year")))
     read = TrainingRow(
         id=(row.get("id") or "").strip() or "row",
         source=(row.get("source") or "").strip() or "no source named",
@@ -257,7 +244,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         recompute=recompute_of(row),
         measured_step_s=step_s_of(row),
         measured_peak_bytes=peak_bytes_of(row),
-        assumed="; ".join(filter(None, (of_device, *of_sizes, of_sinks, of_replicas, of_framework))),
+        assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_framework))),
     )
     _check(read)
     if (part := _joined(read)) < min(read.gpus, read.gpus_per_node) and not _link_domain(read.joined_like):
@@ -373,14 +360,6 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         else f"kv_heads is missing: as many as heads, {heads}"
     )
     return sizes, (of_family, of_experts, of_latent, of_decoder, of_groups, of_attention)
-
-
-def _with_sinks(sizes: Architecture, row: Mapping[str, str], stack: Stack) -> tuple[Architecture, str]:
-    """Return a row's sizes with the attention that the software has for its model, and what was assumed of it."""
-    sinks = re.search(_SINKS, row.get("model") or "", re.IGNORECASE) and "automodel" not in row["framework"].lower()
-    if not (sinks and sizes.fused_attention and stack.vendor_attention and count_of(row, "year") < _SINKS_FUSED_FROM):
-        return sizes, ""
-    return replace(sizes, fused_attention=False), "attention has sinks, which fused kernels lacked: taken to be unfused"
 
 
 def _decoder(row: Mapping[str, str], family: str) -> tuple[tuple[int, int], str]:

@@ -478,18 +478,3 @@ def test_ranks_that_end_inside_a_node_are_priced_on_parts_of_nodes():
 @pytest.mark.parametrize(("family", "drops"), [("vit", False), ("DeiT", False), ("bert", True), ("gpt", True)])
 def test_transformers_of_images_are_trained_without_dropout(family: str, drops: bool):
     assert read_training_row({**ROW, "family": family}).architecture.drops is drops
-
-
-@pytest.mark.parametrize(
-    ("framework", "year", "fused"),
-    [("nemo", "2025", False), ("nemo", "2027", True), ("nemo automodel", "2025", True), ("torchtitan", "2025", True)],
-)
-def test_attention_with_sinks_is_unfused_where_transformer_engine_has_no_kernel_for_it(
-    framework: str, year: str, fused: bool
-):
-    oss = {"model": "GPT-OSS-20B", "family": "llama", "experts": "32", "top_k": "4", "attention": "flash"}
-
-    read = read_training_row({**ROW, **oss, "framework": framework, "year": year})
-
-    assert read.architecture.fused_attention is fused
-    assert ("attention has sinks" in read.assumed) is not fused
