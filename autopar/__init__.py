@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autopar.runtime.clipping import clip_grad_norm_
     from autopar.runtime.consolidated import full_state_dict
     from autopar.runtime.optimizer_states import full_optimizer_state_dict, load_optimizer_state_dict
+    from autopar.runtime.totals import sum_over_parameters
     from cost_models.cluster import ClusterSpec
 
 _HOME = {
@@ -42,6 +43,7 @@ _HOME = {
     "input_part": "autopar.runtime",
     "load_optimizer_state_dict": "autopar.runtime.optimizer_states",
     "plan": "autopar.api",
+    "sum_over_parameters": "autopar.runtime.totals",
     "ClusterSpec": "cost_models.cluster",
     "Plan": "autopar.ir.plan",
     "PlanOptions": "autopar.options",
@@ -76,6 +78,7 @@ __all__ = [
     "input_part",
     "load_optimizer_state_dict",
     "plan",
+    "sum_over_parameters",
 ]
 
 

@@ -36,7 +36,6 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph
 from torch.fx.graph_module import _assign_attr as assign_attribute
 from torch.fx.graph_module import _del_attr as delete_attribute
 from torch.nn.attention import flex_attention
-from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
@@ -72,8 +71,6 @@ __all__ = [
     "keeps_graph",
     "let_anomalies_be_found",
     "local_of",
-    "norm_of_many",
-    "put_before_norm_of_many",
     "put_before_number_of_dtensor",
     "put_before_random_of_dtensor",
     "pytree",
@@ -87,9 +84,6 @@ __all__ = [
     "without_progress_thread",
     "without_source_text",
 ]
-
-_BEHIND = "_autopar_behind"
-"""Attribute of a function put before one of torch's: that one."""
 
 
 def dynamo_settings(**wanted: Any) -> Any:
@@ -394,26 +388,6 @@ def place_in_whole(tensor: Any) -> tuple[slice, ...]:
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(first, first + length) for first, length in zip(offset, shape, strict=True))
-
-
-def norm_of_many() -> Callable[..., Any]:
-    """Return torch's own function for the norm of many tensors, whatever was put before it."""
-    found: Callable[..., Any] = clip_grad._get_total_norm
-    return getattr(found, _BEHIND, found)
-
-
-def put_before_norm_of_many(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let `torch.nn.utils` take the norm of many tensors by `make(torch's own function)` from now on; once is enough.
-
-    `clip_grad_norm_` looks the function up at every call, wherever it was imported; `get_total_norm` is that function,
-    so that a name bound to it before remains torch's own.
-    """
-    own = norm_of_many()
-    if clip_grad._get_total_norm is own:
-        made = make(own)
-        setattr(made, _BEHIND, own)
-        setattr(clip_grad, "_get_total_norm", made)  # noqa: B010
-        setattr(torch.nn.utils, "get_total_norm", made)  # noqa: B010
 
 
 def gloo_with_threads(store: Any, rank: int, size: int, timeout: timedelta, *, threads: int) -> Any:

@@ -29,6 +29,7 @@ from autopar.progress import Progress, Silent
 from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
+from autopar.runtime.checkpoints import keep_optimizer_states
 from autopar.runtime.clipping import see_all_stages
 from autopar.runtime.errors import compiled_already
 from autopar.runtime.executable import compile_graph
@@ -213,7 +214,7 @@ class Job:
             profiler=profiler,
             autocast=self._autocast(plan),
             whole_outputs=self.whole_outputs,
-            introduce=(see_all_stages, try_optimizers),
+            introduce=(see_all_stages, keep_optimizer_states, try_optimizers),
         )
         return compiled(self.model, runner, init_fn=self.init_fn, names=names)
 

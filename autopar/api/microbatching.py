@@ -149,6 +149,11 @@ def _needs_all(op: Op) -> InfeasibleError:
     way_out = "leave microbatch and pp out"
     if "batch_norm" in op.target:
         way_out += ", replace BatchNorm by GroupNorm or LayerNorm, or freeze it (its own .eval()), as fine-tuning does"
+    if op.target.startswith("aten.index"):
+        way_out += (
+            "; if samples lie one behind the other and each one's places are its own, write them as "
+            "(places % rows) + begins with begins = (torch.arange(samples) * rows)[:, None], which shows that"
+        )
     return InfeasibleError(
         f"the batch cannot be cut into micro-batches: {op.where} needs all samples of a step at once; {way_out}"
     )

@@ -39,13 +39,7 @@ def held_memory(outcome: Outcome) -> Memory:
             if op.kind == "parameter" and op.requires_grad:
                 optimizer += state_bytes(op, layout, sizes, outcome.optimizer)
     returned = gradients_of(graph)
-    # Sums over micro-batches of gradients that each of them reduces.
-    base = base_of(graph)
-    reduced = {
-        base[each.ref.op, each.ref.index]: outcome.layout(graph.representative(each.name))
-        for each in graph.outputs
-        if each.ref is not None and each.kind == "gradient" and outcome.reduces_early(graph.representative(each.name))
-    }
+    reduced = _reduced_shares(outcome)
     for life in pricing.holdings.own_lives:
         rep = graph.representative(life.op)
         made_in = outcome.strategy(rep).outputs[life.index]
@@ -54,8 +48,9 @@ def held_memory(outcome: Outcome) -> Memory:
             continue
         meta = graph.by_name[life.op].outputs[life.index]
         if life.first == 0 and (life.op, life.index) in reduced:
-            made_in = reduced[life.op, life.index]
-        held = local_bytes(meta, made_in, sizes) if meta is not None else 0.0
+            held = meta.nbytes * reduced[life.op, life.index] if meta is not None else 0.0
+        else:
+            held = local_bytes(meta, made_in, sizes) if meta is not None else 0.0
         if (life.op, life.index) in returned:
             gradients += held
         else:
@@ -70,6 +65,24 @@ def held_memory(outcome: Outcome) -> Memory:
         temporary=max(0, round(rest)),
         reserved=round(reserved),
     )
+
+
+def _reduced_shares(outcome: Outcome) -> dict[tuple[str, int], float]:
+    """Return which share of them one device holds of sums over micro-batches of gradients that each of them reduces.
+
+    By the values that the gradients are views of, which may be of other dimensions than the parameters.
+    """
+    graph, base = outcome.graph, base_of(outcome.graph)
+    found = {}
+    for each in graph.outputs:
+        if each.ref is None or each.kind != "gradient":
+            continue
+        rep = graph.representative(each.name)
+        if outcome.reduces_early(rep):
+            meta = graph.meta(each.ref)
+            share = local_bytes(meta, outcome.layout(rep), outcome.links.sizes) / max(meta.nbytes, 1)
+            found[base[each.ref.op, each.ref.index]] = share
+    return found
 
 
 def held_curve(outcome: Outcome) -> Floats:

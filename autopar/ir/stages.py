@@ -41,14 +41,15 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     """Return the blocks between which the program may be cut, in program order: at least one.
 
     They are the children of module lists (`model.layers.7`), of the outer ones where lists are nested; without lists,
-    the innermost modules that hold parameters. Operators of no block belong to the block running before them,
-    those before the first block to the first. Blocks of a frozen branch that is built like a trained one (a teacher
-    beside its student) belong to their counterparts.
+    the innermost modules that hold parameters. Blocks between what reads a buffer and what gives it its new value are
+    one. Operators of no block belong to the block running before them, those before the first block to the first.
+    Blocks of a frozen branch that is built like a trained one (a teacher beside its student) belong to their
+    counterparts.
     """
     followers = [twin.frozen for twin in _twins(graph)]
     starts = _starts(graph, _block_paths(graph))
     own = [path for path in starts if not any(lies_in(path, frozen) for frozen in followers)]
-    paths = sorted(own, key=starts.__getitem__) or [""]
+    paths = _apart(graph, sorted(own, key=starts.__getitem__) or [""])
     members: list[list[str]] = [[] for _ in paths]
     found = _forward_stages(graph, [[path] for path in paths])
     _add_backward(graph, found)
@@ -56,6 +57,27 @@ def units(graph: Graph) -> tuple[Unit, ...]:
         if _runs(op):
             members[found[op.name]].append(op.name)
     return tuple(Unit(path, tuple(ops), _parameters(graph, ops)) for path, ops in zip(paths, members, strict=True))
+
+
+def _apart(graph: Graph, paths: Sequence[str]) -> list[str]:
+    """Return those of the blocks before which a cut leaves what reads a buffer with what gives it its new value.
+
+    A buffer has one value at a time, that of its stage: a module that runs twice and keeps a running vector
+    (spectral norm) is cut neither in itself nor between its runs. What stages make for themselves is no matter.
+    """
+    found = _forward_stages(graph, [[path] for path in paths])
+    shared = everywhere(graph)
+    held: set[int] = set()
+    for name, made in _updates(graph).items():
+        read = [found[user] for user in graph.users.get(name, ()) if user in found]
+        if made in found and made not in shared and read:
+            held.update(range(min(read) + 1, found[made] + 1))
+    return [path for at, path in enumerate(paths) if at not in held]
+
+
+def _updates(graph: Graph) -> dict[str, str]:
+    """Return the operators that make the new values of buffers, by the buffers' own."""
+    return {each.name: each.ref.op for each in graph.outputs if each.kind == "mutation" and each.ref is not None}
 
 
 def stage_of(graph: Graph, blocks: Sequence[Sequence[str]]) -> Mapping[str, int]:
@@ -372,7 +394,7 @@ def _add_starts(graph: Graph, blocks: Sequence[Sequence[str]], found: dict[str, 
     What is unread is where it gets its new value (the directions of a spectral norm), else where its path is.
     """
     views = parameter_like(graph)
-    updates = {each.name: each.ref.op for each in graph.outputs if each.kind == "mutation" and each.ref is not None}
+    updates = _updates(graph)
     stages_of_paths = {path: stage for stage, paths in enumerate(blocks) for path in paths}
     first: dict[str, int] = {}
     for op in reversed(graph.ops):

@@ -168,6 +168,7 @@ class PrefetchGathers:
 class IssueAhead:
     """Issue gathers of parameters where the plan says, ahead of their use.
 
+    A gradient may be gathered on its way to where its parameter is, under the parameter's name: it has no such place.
     An operator that the program no longer has (a view that did nothing) is no place: that gather stays where it is.
     """
 
@@ -179,7 +180,7 @@ class IssueAhead:
         starts = {
             (str(node.args[-1]), mark(node).moves): node
             for node in gm.graph.nodes
-            if role(node) == "start" and COLLECTIVES[node.target] == "all_gather"
+            if role(node) == "start" and COLLECTIVES[node.target] == "all_gather" and not mark(node).gradient
         }
         moved = 0
         for each in self.ahead:

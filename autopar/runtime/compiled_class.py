@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from autopar._torch import is_dtensor
 from autopar.runtime.errors import compiled_not_pickled, not_resized, not_saved
 from autopar.runtime.initialising import apply_whole
+from autopar.runtime.loops import warn_of_sums
 from autopar.runtime.own_states import OwnState, distributed
 
 if TYPE_CHECKING:
@@ -50,10 +51,20 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         runner = _runner(self)
         return kind.apply(self, fn) if runner.ranks.world_size == 1 else apply_whole(self, fn, runner)
 
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters; tells of loops that would add up over these alone."""
+        warn_of_sums(self, _runner(self))
+        yield from kind.named_parameters(self, *args, **kwargs)
+
     def refuse_pickle(self: nn.Module, _protocol: Any) -> NoReturn:
         raise compiled_not_pickled(kind.__name__)
 
-    own: dict[str, Any] = {"forward": forward, "__deepcopy__": deep_copy, "__reduce_ex__": refuse_pickle}
+    own: dict[str, Any] = {
+        "forward": forward,
+        "named_parameters": named_parameters,
+        "__deepcopy__": deep_copy,
+        "__reduce_ex__": refuse_pickle,
+    }
     if kind.apply is nn.Module.apply:
         own["apply"] = apply
     own |= _of_states(kind) | _of_transformers(kind)

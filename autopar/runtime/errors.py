@@ -14,7 +14,7 @@ from autopar.errors import (
 )
 from autopar.ir.tensor import TensorMeta
 
-_SHOWN = 3
+SHOWN = 3
 
 
 class PeerLostError(AutoparError):
@@ -33,7 +33,7 @@ def collective_failed(name: str, rank: int, why: str, others: Sequence[int] = ()
     """Return the error for a collective that the backend gave up; `others` are the ranks it is done with."""
     beside = f" with {'' if len(others) == 1 else 'one of '}{_ranks(len(others))} {_list(others)}" if others else ""
     return CollectiveError(
-        f"rank {rank}: the collective {name!r}{beside} failed: {_first_line(why)}\n"
+        f"rank {rank}: the collective {name!r}{beside} failed: {first_line(why)}\n"
         "a rank of its group stopped, or came too late; every rank that waits for it stops too. Look at the rank that "
         "failed first; if all are alive and merely slow, give init_process_group a longer timeout"
     )
@@ -43,7 +43,7 @@ def operation_missing(name: str, backend: str, why: str) -> CollectiveError:
     """Return the error for a collective that the backend does not have."""
     operation = name.partition(" ")[0]
     return CollectiveError(
-        f"the backend {backend!r} has no {operation}, which the collective {name!r} needs: {_first_line(why)}\n"
+        f"the backend {backend!r} has no {operation}, which the collective {name!r} needs: {first_line(why)}\n"
         "use nccl for GPUs and gloo for CPUs (both have all that plans use): leave the process group to autopar, or "
         'call init_process_group("cpu:gloo,cuda:nccl")'
     )
@@ -100,48 +100,6 @@ def part_of_other_rank(name: str, saved: object, here: object) -> UsageError:
     )
 
 
-def optimizer_of_others(kind: str, shapes: Sequence[tuple[int, ...]]) -> UsageError:
-    """Return the error for an optimizer that has parameters which are not the compiled model's."""
-    shown = ", ".join(str(list(each)) for each in shapes[:_SHOWN])
-    return UsageError(
-        f"{kind} has {len(shapes)} parameters that are not the compiled model's (shapes {shown}): make it of the "
-        "parameters of what autopar.compile returned, and one optimizer a model"
-    )
-
-
-def optimizer_state_groups(saved: Sequence[int], here: Sequence[int]) -> UsageError:
-    """Return the error for an optimizer state of other parameter groups; the numbers are of their parameters."""
-    return UsageError(
-        f"the optimizer state has parameter groups of {', '.join(map(str, saved)) or 'no'} parameters, and the "
-        f"optimizer, over all ranks, has {', '.join(map(str, here)) or 'no'}: make its groups as those of the "
-        "optimizer that saved the state, on all ranks in one order (with stages, an empty group where a rank has none)"
-    )
-
-
-def optimizer_groups_unlike(counts: Sequence[int]) -> UsageError:
-    """Return the error for an optimizer that has another number of parameter groups on each rank."""
-    return UsageError(
-        f"the optimizer has {', '.join(map(str, counts))} parameter groups on ranks 0, 1, ...: make the same groups in "
-        "the same order on all ranks, an empty one where a rank's pipeline stages have no such parameters"
-    )
-
-
-def optimizer_state_names(group: int, names: Sequence[str]) -> UsageError:
-    """Return the error for an optimizer state of other parameters; `names` are only on one side."""
-    return UsageError(
-        f"group {group} of the optimizer state has other parameters (param_names) than the optimizer's: "
-        f"{_some(names)} {'is' if len(names) == 1 else 'are'} in one of them only; make the groups alike"
-    )
-
-
-def optimizer_group_order(names: Sequence[str]) -> UsageError:
-    """Return the error for a group of parameters that is not in the model's order, where ranks have stages."""
-    return UsageError(
-        f"a parameter group is not in the order of model.named_parameters() ({_some(names)}), and with pipeline stages "
-        "no rank knows where the others' parameters stand in it; make groups in that order"
-    )
-
-
 def parameter_elsewhere(name: str, ranks: Sequence[int]) -> UsageError:
     """Return the error for a parameter or buffer of another pipeline stage that is read or written on this rank."""
     return UsageError(
@@ -191,7 +149,7 @@ def ranks_disagree(what: str, by_rank: Sequence[str]) -> RanksDisagreeError:
 
 def rank_failed(failures: Sequence[tuple[int, str]], doing: str) -> RanksDisagreeError:
     """Return the error that the other ranks raise when some could not go on."""
-    first_lines = [(rank, text.splitlines()[0] if text else "no message") for rank, text in failures[:_SHOWN]]
+    first_lines = [(rank, text.splitlines()[0] if text else "no message") for rank, text in failures[:SHOWN]]
     shown = "\n".join(f"    rank {rank}: {line}" for rank, line in first_lines)
     return RanksDisagreeError(
         f"{len(failures)} other {_ranks(len(failures))} failed to {doing}; this rank stops too\n{shown}"
@@ -200,9 +158,9 @@ def rank_failed(failures: Sequence[tuple[int, str]], doing: str) -> RanksDisagre
 
 def uninitialised(names: Sequence[str]) -> UsageError:
     """Return the error for parameters and buffers that have no values."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return UsageError(
-        f"{len(names)} parameters or buffers are on meta and have no values: {', '.join(names[:_SHOWN])}{more}\n"
+        f"{len(names)} parameters or buffers are on meta and have no values: {', '.join(names[:SHOWN])}{more}\n"
         "pass init_fn=FUNCTION, which is called with each module that owns such tensors once they are allocated, "
         "or build the model with real values"
     )
@@ -212,7 +170,7 @@ def constant_on_meta(names: Sequence[str]) -> CaptureError:
     """Return the error for tensors that the program needs and the model has no value of."""
     return CaptureError(
         f"the model keeps {len(names)} tensors on meta as plain attributes, which have no values: "
-        f"{', '.join(names[:_SHOWN])}\n"
+        f"{', '.join(names[:SHOWN])}\n"
         "register them as buffers, or build the model with real values"
     )
 
@@ -254,6 +212,14 @@ def compiled_not_pickled(kind: str) -> UsageError:
     )
 
 
+def sum_not_scalar(name: str, shape: tuple[int, ...]) -> UsageError:
+    """Return the error for a term of a sum over parameters that is several numbers."""
+    return UsageError(
+        f"the function gave {list(shape)} numbers for {name}, and sum_over_parameters adds up one for each parameter; "
+        "reduce it there, as p.grad.square().sum() does"
+    )
+
+
 def number_of_part(placements: str) -> UsageError:
     """Return the error for a number read of a DTensor that no rank holds whole."""
     return UsageError(
@@ -271,19 +237,19 @@ def data_of_other_form(held: str, given: str) -> UsageError:
 def message_lost(peer: int, stage: int, value: str, action: str, cause: str, *, sending: bool) -> PeerLostError:
     """Return the error for a tensor that did not get from or to another rank of the pipeline."""
     what = f"take {value!r}, made in the {action}" if sending else f"send {value!r}, needed for the {action}"
-    return PeerLostError(f"rank {peer} (stage {stage}) did not {what}: {_first_line(cause)}\n{_LOST}")
+    return PeerLostError(f"rank {peer} (stage {stage}) did not {what}: {first_line(cause)}\n{_LOST}")
 
 
 def group_lost(doing: str, peers: Sequence[int], cause: str) -> PeerLostError:
     """Return the error for a collective along the pipeline that failed."""
-    return PeerLostError(f"one of ranks {_list(peers)} did not take part in the {doing}: {_first_line(cause)}\n{_LOST}")
+    return PeerLostError(f"one of ranks {_list(peers)} did not take part in the {doing}: {first_line(cause)}\n{_LOST}")
 
 
 def own_failure(rank: int, stages: Sequence[int], action: str | None, cause: str) -> str:
     """Return what the other ranks are told of an error in a rank's own program."""
     which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {_list(stages)}"
     where = f" in the {action}" if action else ""
-    return f"rank {rank} ({which}) failed{where}: {_first_line(cause)}"
+    return f"rank {rank} ({which}) failed{where}: {first_line(cause)}"
 
 
 def peer_failed(lost: str, note: str) -> PeerLostError:
@@ -294,7 +260,7 @@ def peer_failed(lost: str, note: str) -> PeerLostError:
 def pipeline_stopped(first: str) -> PeerLostError:
     """Return the error for a step after one that failed."""
     return PeerLostError(
-        f"an earlier step of this pipeline failed, its ranks are not at the same point any more: {_first_line(first)}\n"
+        f"an earlier step of this pipeline failed, its ranks are not at the same point any more: {first_line(first)}\n"
         "start all ranks again from the last checkpoint"
     )
 
@@ -316,39 +282,14 @@ def no_single_loss(found: Sequence[str]) -> UsageError:
     )
 
 
-def some_gradients_of_stages(given: int, held: int) -> UsageError:
-    """Return the error for a norm over some of the gradients that a rank of a pipeline has."""
+def same_places_of_stages(count: int, names: Sequence[Sequence[str]]) -> UsageError:
+    """Return the error for a norm over what looks like the same places in the lists that ranks of a pipeline have."""
+    given = "; ".join(dict.fromkeys(", ".join(each) for each in names))
     return UsageError(
-        f"the norm of {given} of this rank's {held} gradients was asked for, and a rank that holds only some pipeline "
-        "stages cannot tell which gradients of the others belong to it; take the norm over all of the model's "
-        "parameters, or call autopar.clip_grad_norm_(model, max_norm, parameters=THESE) on all ranks"
-    )
-
-
-def optimizer_joins_parameters(kind: str) -> UsageError:
-    """Return the error for an optimizer that needs all parameters at once, where a rank holds some stages' only."""
-    return UsageError(
-        f"{kind} updates each parameter by what it knows of the others (tried on small tensors), and of this plan's "
-        "pipeline stages each rank holds its own: ranks would take unlike steps. Use an optimizer that updates "
-        "parameter by parameter (AdamW, SGD), or plan without stages (--fix pp=1)"
-    )
-
-
-def optimizer_fails(kind: str, why: str) -> UsageError:
-    """Return the error for an optimizer that does not work on DTensors."""
-    return UsageError(
-        f"{kind} fails on parameters that are DTensors (tried on small ones): {_first_line(why)}\n"
-        "leave out its settings fused and foreach if you gave them, use another optimizer (AdamW, SGD), or a plan "
-        "whose stages have one rank each (--fix pp=RANKS), which hold plain tensors"
-    )
-
-
-def optimizer_differs(kind: str, name: str, layout: str) -> UsageError:
-    """Return the error for an optimizer that updates a parameter held in parts otherwise than a whole one."""
-    return UsageError(
-        f"{kind} updates a parameter held as {layout} (such as {name}) otherwise than a whole one (tried on small "
-        "tensors): it works on this rank's part alone. Use an optimizer that works on DTensors (those of torch.optim "
-        "do), or hold parameters whole (--fix zero=0 with dp_replicate)"
+        f"a norm of {count} gradients of each rank was asked for ({given}). A rank lists the parameters of its own "
+        "pipeline stages alone, so that a place in the list is another parameter on each: choose by name, and call "
+        "autopar.clip_grad_norm_(model, max_norm, parameters=THESE) on all ranks. One parameter after another is "
+        "clipped by clip_grad_norm_(parameter, max_norm), without a list around it"
     )
 
 
@@ -373,7 +314,7 @@ def unfrozen(name: str) -> InputMismatchError:
 def frozen_since(names: Sequence[str]) -> str:
     """Return the warning about parameters that were frozen after planning."""
     return (
-        f"{len(names)} parameters were frozen after planning ({_some(names)}): they are not trained, and their "
+        f"{len(names)} parameters were frozen after planning ({some(names)}): they are not trained, and their "
         "gradients are computed all the same; to save that, compile a model in which they are frozen"
     )
 
@@ -400,7 +341,7 @@ def hooks_not_called(names: Sequence[str]) -> str:
     """Return the warning about hooks of modules inside a compiled model."""
     return (
         f"{len(names)} modules inside the compiled model have hooks that were registered after it was compiled "
-        f"({_some(names)}): the program does not call these modules, so the hooks never act; register them before"
+        f"({some(names)}): the program does not call these modules, so the hooks never act; register them before"
     )
 
 
@@ -446,10 +387,10 @@ def autocast_differs(around: str, planned: str | None) -> InputMismatchError:
 
 def parameters_differ(missing: Sequence[str]) -> StalePlanError:
     """Return the error for a plan whose parameters the model does not have."""
-    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
     return StalePlanError(
         f"the plan says nothing about {len(missing)} parameters of the model: "
-        f"{', '.join(missing[:_SHOWN])}{more}; plan again"
+        f"{', '.join(missing[:SHOWN])}{more}; plan again"
     )
 
 
@@ -477,12 +418,14 @@ _LOST = (
 )
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def some(names: Sequence[str]) -> str:
+    """Return the first of many names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """Return what a message of several lines begins with."""
     return text.splitlines()[0].rstrip(".") if text else "no message"
 
 

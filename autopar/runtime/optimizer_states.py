@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from autopar._torch import is_dtensor
 from autopar.ir.placement import Replicate
 from autopar.runtime.consolidated import gathered, parameter_places
-from autopar.runtime.errors import (
-    not_compiled,
+from autopar.runtime.errors import not_compiled
+from autopar.runtime.module import Runner, runner_of
+from autopar.runtime.optimizer_errors import (
     optimizer_group_order,
     optimizer_groups_unlike,
     optimizer_of_others,
     optimizer_state_groups,
     optimizer_state_names,
 )
-from autopar.runtime.module import Runner, runner_of
 from autopar.runtime.own_states import refuse_part_of_other_rank
 from autopar.runtime.parameters import distributed_from
 from autopar.runtime.placing import dense_copy, own_part

@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar._torch import is_dtensor
 from autopar.ir.placement import Layout, Shard
-from autopar.runtime.errors import optimizer_differs, optimizer_fails, optimizer_joins_parameters
 from autopar.runtime.module import Runner, runner_of
+from autopar.runtime.optimizer_errors import optimizer_differs, optimizer_fails, optimizer_joins_parameters
 from autopar.runtime.optimizer_states import spread_state
 from autopar.runtime.own_states import OwnState
 from autopar.runtime.parameters import distributed_from

@@ -19,9 +19,15 @@ from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call, is_term_friendly
 from autopar.strategies.matmul import aligned
 
+ALONG_ONE = frozenset({"aten.index_select.default", "aten.index_add.default"})
+"""Operators that index one dimension, which they name, by one tensor."""
+
 
 def indexed(call: Call) -> tuple[int, ...]:
     """Return the dimensions of `self` that an index tensor is given for."""
+    if call.op.target in ALONG_ONE:
+        rank = len(call.metas[0].shape)
+        return (call.dim("dim", rank),) if rank and len(call.metas[1].shape) == 1 else ()
     return tuple(d for d, each in enumerate(call.arg("indices")) if isinstance(each, Ref))
 
 

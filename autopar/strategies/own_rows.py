@@ -300,7 +300,7 @@ def _read(seen: Seen) -> Found | None:
 def _write(seen: Seen) -> Found | None:
     dims, values = indexed(seen.call), len(seen.call.metas) - 1
     now = seen.now[0]
-    if now is not None and not isinstance(now, Shard):
+    if not dims or (now is not None and not isinstance(now, Shard)):
         return None
     given = seen.now[values] if now is None else now
     runs = given.outer if isinstance(given, Shard) else 1
@@ -364,8 +364,8 @@ def runs_kept(op: Op, metas: tuple[TensorMeta, ...], hints: Sequence[Collection[
     return frozenset(Shard(dim, outer) for dim in dims for outer in given)
 
 
-_READS = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
-_WRITES = frozenset({"aten.index_put.default", "aten._unsafe_index_put.default"})
+_READS = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_select.default"})
+_WRITES = frozenset({"aten.index_put.default", "aten._unsafe_index_put.default", "aten.index_add.default"})
 
 RULES: Mapping[str, Callable[[Seen], Found | None]] = {
     "aten.add.Tensor": _row_after_row,

@@ -9,6 +9,7 @@ from torch import nn
 
 from autopar.api.planning import Planner, Program
 from autopar.errors import InfeasibleError
+from autopar.ir.placement import Shard
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
 from tests.support.remembering import remembered
@@ -35,6 +36,22 @@ class Convolved(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
+
+
+class Contracted(nn.Module):
+    """Layers whose weights of four dimensions a product reads as matrices, and makes the gradients of as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cores = [torch.randn(3, 4, 5) / 4, torch.randn(5, 5, 6, 2) / 4, torch.randn(2, 2, 3) / 4]
+        self.cores = nn.ModuleList(nn.ParameterList(each.clone() for each in cores) for _ in range(2))
+        self.back = nn.ModuleList(nn.Linear(72, 30) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for (first, second, third), back in zip(self.cores, self.back, strict=True):
+            parts = x.unflatten(-1, (3, 5, 2))
+            x = x + back(torch.einsum("...ijk,iar,rjbs,skc->...abc", parts, first, second, third).flatten(-3))
+        return x.square().mean()
 
 
 def plans_as_memory_shrinks() -> list[Plan]:
@@ -79,6 +96,19 @@ def test_sums_of_gradients_that_one_operator_makes_are_counted_each_in_its_own_l
     assert any(each.reduce == "microbatch" for each in plan.decisions.parameters.values())
     held = sum(4 * each.numel() for each in Convolved().parameters())
     assert held / 2 <= plan.estimates.memory.gradients <= 2 * held
+
+
+def test_sums_of_gradients_that_are_made_in_other_dimensions_than_their_parameters_are_counted():
+    program = Program(remembered(Contracted(), (torch.empty(8, 5, 30),)).graph, "contracted", "", None)
+    options = PlanOptions.parse(fix={"tp": 2, "microbatch": 2}, gap=0.1)
+
+    plan = Planner(program, cluster(1 << 30), options).plan()
+
+    placed = plan.decisions.parameters
+    assert any(placed[f"cores.{layer}.0"].reduce == "microbatch" for layer in range(2))
+    halves = {name for name, each in placed.items() if isinstance(each.placements[0], Shard)}
+    sums = (4 * each.numel() // (1 + (name in halves)) for name, each in Contracted().named_parameters())
+    assert plan.estimates.memory.gradients == sum(sums)
 
 
 def test_no_plan_is_said_to_be_further_from_the_best_than_from_the_devices_peak():

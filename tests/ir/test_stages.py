@@ -161,6 +161,30 @@ def test_a_buffer_that_is_only_written_is_on_the_stage_that_writes_it():
     assert {stages[name] for name in updates} == {stages[made] for made in updates.values()} == {1}
 
 
+class Twice(nn.Module):
+    """A generator and a critic whose first weight is normed; the critic runs on two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.judges = nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 1)
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        made = self.makes(x)
+        return self.judges(y).mean() - self.judges(made).mean()
+
+
+def test_no_cut_parts_what_reads_a_buffer_from_what_gives_it_its_new_value():
+    graph = remembered(Twice(), (torch.randn(4, 6), torch.randn(4, 8))).graph
+    stages = stage_of(graph, one_each(graph))
+
+    updates = {each.name: each.ref.op for each in graph.outputs if each.kind == "mutation" and each.ref is not None}
+    assert [unit.path for unit in units(graph)] == ["makes.0", "makes.2", "judges.0"]
+    assert {stages[name] for name in updates} == {stages[made] for made in updates.values()} == {2}
+
+
 def test_one_stage_needs_no_blocks():
     assert set(stage_of(graph_of("mlp"), [()]).values()) == {0}
 

@@ -182,6 +182,31 @@ class Penalised(nn.Module):
         return self.out(self.linear(x).tanh()).mean() + self.linear.weight.square().sum() + self.scale.square()
 
 
+class Messages(nn.Module):
+    """A graph for each sample: what its edges carry is added up where they end, all samples' points in a row."""
+
+    def __init__(self, bounded: bool) -> None:
+        super().__init__()
+        self.bounded = bounded
+        self.carried, self.read = nn.Linear(8, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        samples, points, _ = x.shape
+        begins = (torch.arange(samples) * points)[:, None]
+        ends = edges % points if self.bounded else edges
+        start, end = ((ends[:, side] + begins).flatten() for side in range(2))
+        rows = x.flatten(0, 1)
+        for _ in range(2):
+            sent = self.carried(torch.cat([rows.index_select(0, start), rows[end]], 1)).tanh()
+            rows = rows + torch.zeros_like(rows).index_add(0, end, sent, alpha=0.5)
+        return self.read(rows.view(samples, points, -1).square().mean(1)).square().mean()
+
+
+def messages(bounded: bool = True) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(3)
+    return Messages(bounded), (torch.randn(8, 5, 4), torch.randint(5, (8, 2, 6)))
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
     plain, example = cases()["plain"]
@@ -195,6 +220,7 @@ def models() -> dict[str, Any]:
         "penalised": (Penalised(), (torch.randn(8, 4),)),
         "queried": (Queried(True), (torch.randn(8, 5, 4),)),
         "matched": matched(),
+        "messages": messages(),
         "queried_second": (Queried(False), (torch.randn(8, 5, 4),)),
         **routing(),
     }
@@ -338,6 +364,11 @@ def test_an_input_with_samples_in_another_dimension_is_named():
 
     with pytest.raises(InfeasibleError, match="comes from memory .an input whose first dimension is not the batch"):
         programs(Remembering(4, 4), (torch.randn(8, 3, 4), torch.randn(2, 8, 1, 4)), 2)
+
+
+def test_places_that_may_be_other_samples_are_refused_with_what_would_show_that_they_are_not():
+    with pytest.raises(InfeasibleError, match=r"index_select.* needs all samples .* \(places % rows\) \+ begins"):
+        programs(*messages(bounded=False), 2)
 
 
 def test_places_beyond_the_rows_of_a_sample_are_refused():

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autopar.ir.plan import Ahead
 from autopar.own_operators import CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_BACKWARD_
 from autopar.rewrite.inplace import ComputeIntoDead, ReduceIntoDead
 from autopar.rewrite.marks import C10D, WAIT, Mark, Role
 from autopar.rewrite.passes import run_passes
-from autopar.rewrite.schedule import IssueEarly, PrefetchGathers, SettleScatters, SinkWaits
+from autopar.rewrite.schedule import IssueAhead, IssueEarly, PrefetchGathers, SettleScatters, SinkWaits
 from autopar.rewrite.simplify import DropIdentities, MergeEqualViews, ViewWhatCanBeViewed
 
 ATEN = torch.ops.aten
@@ -394,3 +395,20 @@ def test_a_scattered_gradient_is_waited_for_when_as_many_bytes_are_issued_behind
     assert order(gm) == [
         "scatter0", "scatter1", "scatter2", "scatter3", "wait0", "wait1", "wait2", "scatter4", "wait3", "wait4",
     ]  # fmt: skip
+
+
+def test_a_gradient_gathered_under_its_parameters_name_is_not_issued_ahead_of_what_makes_it():
+    draft = Draft()
+    x, weight = draft.start("x", 2, 2), draft.start("weight", 1, 2)
+    one = draft.op(ATEN.mm.default, x, x, name="one")
+    two = draft.op(ATEN.mm.default, one, one, name="two")
+    gathered, whole = draft.gather(weight)
+    used = draft.op(ATEN.mm.default, two, whole, name="used")
+    moved, gradient = draft.gather(used)
+    for node, is_gradient in ((gathered, False), (moved, True)):
+        node.meta["autopar"] = Mark(node.name, "backward", "start", "weight", gradient=is_gradient)
+    gm = draft.done(gradient)
+
+    run_passes(gm, (IssueAhead((Ahead(axis="dp", phase="backward", tensor="weight", before="two"),)),))
+
+    assert order(gm) == ["one", gathered.name, "two", whole.name, "used", moved.name, gradient.name]

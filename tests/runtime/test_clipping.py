@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -119,30 +120,86 @@ def clip_last(_rank: int, ranks: int) -> tuple[float, ...]:
     return got.item(), want.item(), float(sum(p.grad is not None for p in mine.parameters()))
 
 
-def parts(_rank: int) -> tuple[float, float, float, str]:
-    """Return errors of the norm of weights, of one gradient's, of some parameters', and what torch's says to those."""
+def parts(_rank: int) -> tuple[float, float, float]:
+    """Return errors of the norm of weights, of one gradient's, and of some parameters'."""
     reference, mine = backward(2, {"pp": 2, "microbatch": 4})
     wanted = dict(reference.named_parameters())
     total = nn.utils.get_total_norm
     weights = total(list(mine.parameters())) / total(list(reference.parameters())) - 1
-    alone = max(abs((total([p.grad]) / wanted[name].grad.norm()).item() - 1) for name, p in mine.named_parameters())
-
-    def biases(model: nn.Module) -> list[torch.Tensor]:
-        return [p for name, p in model.named_parameters() if name.endswith("bias")]
-
-    with pytest.raises(UsageError) as refused:
-        clip_grad_norm_(biases(mine), 1.0)
+    alone = max(abs((total(p.grad) / wanted[name].grad.norm()).item() - 1) for name, p in mine.named_parameters())
+    for name, p in mine.named_parameters():
+        got = clip_grad_norm_(p, 1e9)
+        alone = max(alone, abs((got / wanted[name].grad.norm()).item() - 1))
     got = autopar.clip_grad_norm_(mine, 1.0, parameters=biases(mine))
     some = got / clip_grad_norm_(biases(reference), 1.0) - 1
-    return abs(weights.item()), alone, abs(some.item()), str(refused.value)
+    return abs(weights.item()), alone, abs(some.item())
 
 
-def test_some_of_a_models_parameters_are_clipped_by_name_only(pool: RankPool):
-    for weights, alone, some, refused in pool.values(parts):
+def biases(model: nn.Module) -> list[torch.Tensor]:
+    return [p for name, p in model.named_parameters() if name.endswith("bias")]
+
+
+def test_weights_one_parameter_and_chosen_parameters_have_their_own_norms(pool: RankPool):
+    for weights, alone, some in pool.values(parts):
         assert max(weights, alone, some) < 1e-5
-        assert re.match(
-            r"the norm of \d+ of this rank's \d+ gradients was asked for, and a rank that holds only", refused
-        )
+
+
+PICKS: dict[str, Callable[[nn.Module], Iterable[nn.Parameter]]] = {
+    "a submodule of the first stage": lambda model: model.layers[0].parameters(),
+    "a submodule of the last stage": lambda model: model.layers[-1].parameters(),
+    "one parameter of a submodule": lambda model: (p for p in model.layers[1].parameters() if p.shape == (32,)),
+    "all that the last rank has": lambda model: model.layers[2:].parameters(),
+    "a table that both ranks have": lambda model: model.table.parameters(),
+    "biases in a list": biases,
+    "one parameter in a list": lambda model: [p for name, p in model.named_parameters() if name == "layers.3.0.bias"],
+    "a group of an optimizer": lambda model: torch.optim.SGD(
+        [{"params": [p for p in model.parameters() if p.dim() == dims]} for dims in (1, 2)]
+    ).param_groups[1]["params"],
+}
+
+
+def clip_some(_rank: int, pick: str, norm_type: float, fix: dict[str, Any]) -> tuple[float, float, float]:
+    reference, mine = backward(2 * fix.get("tp", 1), {"pp": 2, "microbatch": 4, **fix})
+    want = clip_grad_norm_(PICKS[pick](reference), 0.01, norm_type)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`parameters` is an empty generator")
+        got = clip_grad_norm_(PICKS[pick](mine), 0.01, norm_type)
+    return whole(got).item(), want.item(), worst_error(mine, reference)
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_parameters_of_some_stages_are_clipped_by_the_norm_of_all_of_them(pool: RankPool, pick: str):
+    for norm_type in (2.0, -float("inf")):
+        for got, want, error in pool.values(clip_some, pick, norm_type, {}, timeout_s=30):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-8)
+            assert error < 1e-5
+
+
+def test_parameters_of_some_stages_are_clipped_where_they_are_split(four: RankPool):
+    for pick in ("a submodule of the last stage", "a table that both ranks have", "biases in a list"):
+        for got, want, error in four.values(clip_some, pick, 2.0, {"tp": 2}, timeout_s=30):
+            assert got == pytest.approx(want, rel=1e-5)
+            assert error < 1e-5
+
+
+PLACES: dict[str, Callable[[nn.Module], None]] = {
+    "the last two": lambda model: clip_grad_norm_(list(model.parameters())[-2:], 1.0),
+    "the first three": lambda model: clip_grad_norm_(list(model.parameters())[:3], 1.0),
+    "one after another in lists": lambda model: [clip_grad_norm_([p], 1.0) for p in model.parameters()],
+}
+
+
+def clip_places(_rank: int, how: str) -> str:
+    _, mine = backward(2, {"pp": 2, "microbatch": 4})
+    with pytest.raises(UsageError) as refused:
+        PLACES[how](mine)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("how", PLACES)
+def test_places_in_lists_of_parameters_are_refused_on_all_ranks(pool: RankPool, how: str):
+    for refused in pool.values(clip_places, how, timeout_s=30):
+        assert re.match(r"a norm of \d gradients of each rank was asked for \(\w+[^)]*\)", refused)
         assert "autopar.clip_grad_norm_(model, max_norm, parameters=THESE)" in refused
 
 

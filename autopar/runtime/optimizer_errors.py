@@ -1,0 +1,86 @@
+"""What can be wrong with an optimizer of a compiled model, or with its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import UsageError
+from autopar.runtime.errors import SHOWN, first_line, some
+
+
+def optimizer_of_others(kind: str, shapes: Sequence[tuple[int, ...]]) -> UsageError:
+    """Return the error for an optimizer that has parameters which are not the compiled model's."""
+    shown = ", ".join(str(list(each)) for each in shapes[:SHOWN])
+    return UsageError(
+        f"{kind} has {len(shapes)} parameters that are not the compiled model's (shapes {shown}): make it of the "
+        "parameters of what autopar.compile returned, and one optimizer a model"
+    )
+
+
+def optimizer_state_groups(saved: Sequence[int], here: Sequence[int]) -> UsageError:
+    """Return the error for an optimizer state of other parameter groups; the numbers are of their parameters."""
+    return UsageError(
+        f"the optimizer state has parameter groups of {', '.join(map(str, saved)) or 'no'} parameters, and the "
+        f"optimizer, over all ranks, has {', '.join(map(str, here)) or 'no'}: make its groups as those of the "
+        "optimizer that saved the state, on all ranks in one order (with stages, an empty group where a rank has none)"
+    )
+
+
+def optimizer_groups_unlike(counts: Sequence[int]) -> UsageError:
+    """Return the error for an optimizer that has another number of parameter groups on each rank."""
+    return UsageError(
+        f"the optimizer has {', '.join(map(str, counts))} parameter groups on ranks 0, 1, ...: make the same groups in "
+        "the same order on all ranks, an empty one where a rank's pipeline stages have no such parameters"
+    )
+
+
+def optimizer_state_names(group: int, names: Sequence[str]) -> UsageError:
+    """Return the error for an optimizer state of other parameters; `names` are only on one side."""
+    return UsageError(
+        f"group {group} of the optimizer state has other parameters (param_names) than the optimizer's: "
+        f"{some(names)} {'is' if len(names) == 1 else 'are'} in one of them only; make the groups alike"
+    )
+
+
+def optimizer_group_order(names: Sequence[str]) -> UsageError:
+    """Return the error for a group of parameters that is not in the model's order, where ranks have stages."""
+    return UsageError(
+        f"a parameter group is not in the order of model.named_parameters() ({some(names)}), and with pipeline stages "
+        "no rank knows where the others' parameters stand in it; make groups in that order"
+    )
+
+
+def optimizer_state_not_flat() -> UsageError:
+    """Return the error for an optimizer's state in a form in which ranks of a pipeline overwrite one another's."""
+    return UsageError(
+        "of an optimizer's parameter groups each rank of a pipeline has its own stages' parameters, and saved as lists "
+        "they would be one rank's for all; give get_state_dict and set_state_dict "
+        "options=StateDictOptions(flatten_optimizer_state_dict=True), or use autopar.full_optimizer_state_dict"
+    )
+
+
+def optimizer_joins_parameters(kind: str) -> UsageError:
+    """Return the error for an optimizer that needs all parameters at once, where a rank holds some stages' only."""
+    return UsageError(
+        f"{kind} updates each parameter by what it knows of the others (tried on small tensors), and of this plan's "
+        "pipeline stages each rank holds its own: ranks would take unlike steps. Use an optimizer that updates "
+        "parameter by parameter (AdamW, SGD), or plan without stages (--fix pp=1)"
+    )
+
+
+def optimizer_fails(kind: str, why: str) -> UsageError:
+    """Return the error for an optimizer that does not work on DTensors."""
+    return UsageError(
+        f"{kind} fails on parameters that are DTensors (tried on small ones): {first_line(why)}\n"
+        "leave out its settings fused and foreach if you gave them, use another optimizer (AdamW, SGD), or a plan "
+        "whose stages have one rank each (--fix pp=RANKS), which hold plain tensors"
+    )
+
+
+def optimizer_differs(kind: str, name: str, layout: str) -> UsageError:
+    """Return the error for an optimizer that updates a parameter held in parts otherwise than a whole one."""
+    return UsageError(
+        f"{kind} updates a parameter held as {layout} (such as {name}) otherwise than a whole one (tried on small "
+        "tensors): it works on this rank's part alone. Use an optimizer that works on DTensors (those of torch.optim "
+        "do), or hold parameters whole (--fix zero=0 with dp_replicate)"
+    )
