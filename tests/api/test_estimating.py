@@ -11,6 +11,7 @@ from autopar.api.estimating import Estimates
 from autopar.api.sequences import share_of_tokens
 from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
+from autopar.api.works import Works
 from autopar.capture import Captured
 from autopar.models.zoo import ZOO
 from autopar.models.zoo.llama import LlamaSettings
@@ -42,10 +43,10 @@ MIXTURE = ZOO["mixtral-tiny"]
 EXPERTS = remembered(MIXTURE.model(), MIXTURE.inputs(16, 64))
 
 
-def estimates(program: Captured = CAPTURED, spec: ClusterSpec | None = None) -> Estimates:
+def estimates(program: Captured = CAPTURED, spec: ClusterSpec | None = None, *, mixes: bool = False) -> Estimates:
     options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
     solving = Solving(program.graph, spec or cluster(), options)
-    return Estimates(solving, read_wishes(options), False, lambda: 60.0)
+    return Estimates(Works(solving, read_wishes(options)), mixes, lambda: 60.0)
 
 
 def step_s(of: Estimates, trial: Trial) -> float:
