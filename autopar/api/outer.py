@@ -150,9 +150,12 @@ class Outer:
         if most <= 0:
             self.standing.solved.append(left_out(one.trial, one.bound_s, "not solved: others looked better"))
             return False
-        beaten_s = self.standing.best_s * self.standing.slack(one.trial)
-        # Only recomputing less could make it the best: that has to make up for what others were slower by.
-        if one.bound_s >= self.standing.best_s and one.bound_s * self.standing.off(one.trial) >= beaten_s:
+        slack = self.standing.slack(one.trial)
+        beaten_s = self.standing.best_s * slack
+        # Only recomputing less could make it the best: that has to make up for what others were slower by, and
+        # for what these may save themselves.
+        hoped_s = one.bound_s * self.standing.off(one.trial) / slack
+        if one.bound_s >= self.standing.best_s and hoped_s >= self.standing.hoped_best_s:
             self.standing.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
             return False
         self.progress.phase(f"solve {left} of {len(self.standing.solved) + left}, best bound first")
@@ -235,31 +238,28 @@ class Outer:
 
     def _lighten(self) -> None:
         """Recompute less in the most promising plans that recompute all, and say what that leaves proven."""
-        full = [one for one in self.standing.solved if one.trial.recompute == "full" and one.outcome is not None]
-        likely = sorted(full, key=lambda each: each.step_s / self.standing.slack(each.trial))
-        # What is foreseen is off by about as much on all meshes: nobody knows by how much until one was tried.
-        off = 0.0
+        standing = self.standing
+        full = [one for one in standing.solved if one.trial.recompute == "full" and one.outcome is not None]
+        likely = sorted(full, key=lambda each: each.step_s / standing.slack(each.trial))
+        # What is foreseen is off by about as much on all meshes with stages, and with micro-batches, or without either:
+        # nobody knows by how much until one was tried.
+        off: dict[tuple[bool, bool], float] = {}
         for one in likely[:_LIGHTENED]:
-            foreseen_s = max(self.standing.lightest_s(one.trial), off * one.step_s / self.standing.slack(one.trial))
-            if foreseen_s >= self.standing.best_s * (1.0 - self.standing.solving.options.gap):
+            alike, hoped_s = (one.trial.depth > 1, one.trial.microbatches > 1), one.step_s / standing.slack(one.trial)
+            foreseen_s = max(standing.lightest_s(one.trial), off.get(alike, 0.0) * hoped_s)
+            if foreseen_s >= standing.best_s * (1.0 - standing.solving.options.gap):
                 continue
             self.progress.phase("recompute less")
-            found = lighter(
-                self.standing.solving,
-                self.standing.wishes,
-                one,
-                self.standing.left_s,
-                self.standing.best_s,
-                self._reruns(one),
-            )
+            left_s, others = standing.left_s, self._reruns(one)
+            found = lighter(standing.solving, standing.wishes, one, left_s, standing.best_s, others)
             if found is not None:
-                self.standing.solved.append(found)
-            off = max(off, (one if found is None else found).step_s * self.standing.slack(one.trial) / one.step_s)
-        prove_lighter(self.standing)
-        for one in self.standing.solved:
-            if self.standing.is_open(one):
+                standing.solved.append(found)
+            off[alike] = max(off.get(alike, 0.0), (one if found is None else found).step_s / hoped_s)
+        prove_lighter(standing)
+        for one in standing.solved:
+            if standing.is_open(one):
                 own = one.solution.bound_s if isinstance(one.trial.recompute, str) else inf
-                bound = min(own, self.standing.lightest_s(one.trial))
+                bound = min(own, standing.lightest_s(one.trial))
                 one.solution = replace(one.solution, bound_s=bound)
 
     def _reruns(self, one: Solved) -> list[Pipelined]:

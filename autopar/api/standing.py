@@ -78,6 +78,11 @@ class Standing:
         return inf if best is None else best.step_s
 
     @property
+    def hoped_best_s(self) -> float:
+        """Return what the best plan takes once what recomputes everything recomputes less, as far as is estimated."""
+        return min((one.step_s / self.slack(one.trial) for one in self.solved if one.outcome is not None), default=inf)
+
+    @property
     def left_s(self) -> float:
         """Return what is left of the time limit for finding plans."""
         return self.left_to_prove_s - _TO_PROVE * self.solving.options.time_limit
