@@ -207,6 +207,24 @@ def test_time_is_kept_for_recomputing_less_where_that_may_lead_to_the_best_plan(
     assert search.standing.left_to_try_s == pytest.approx(650 if kept else 800)
 
 
+@pytest.mark.parametrize(("bound_s", "solved"), [(1.05, True), (1.15, False)])
+def test_what_may_recompute_less_is_solved_if_it_may_become_faster_than_what_others_may(bound_s: float, solved: bool):
+    """The best takes 1.0 as it is, another may come from 1.2 to 0.92: 1.05 may come to 0.88, and 1.15 to 0.96."""
+    search, one = outer(), Trial((MeshAxis("dp_shard", 4),), recompute="full")
+    best, heavy = Trial((MeshAxis("tp", 4),)), Trial((MeshAxis("dp_replicate", 4),), recompute="full")
+    search.standing.estimates._mixed = {heavy: 1.3, one: 1.2}
+    for trial, step_s in ((best, 1.0), (heavy, 1.2)):
+        search.standing.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
+    found = Solved(one, Solution("gap", (0,), bound_s, bound_s), Mock(), bound_s)
+    search.standing.solving = Mock(wraps=search.standing.solving)
+    search.standing.solving.options = PlanOptions.parse()
+    search.standing.solving.solve = lambda *_: found
+
+    search._solve(Waiting(one, Mock(), Mock(), Mock(), bound_s, 0.0), 1, 1, 1)
+
+    assert (search.standing.solved[-1] is found) == solved
+
+
 def test_of_trials_that_are_bounded_the_least_bound_is_solved_first():
     """Not what recomputing less might lead to: time may end before that is tried."""
     search, solved = outer(), []
