@@ -5,17 +5,17 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf, log
 
 from autopar.api.crossings import least_handing
-from autopar.api.floors import Floors
 from autopar.api.kinds import alone, shape_of, tensor_parallel
 from autopar.api.sequences import share_of_tokens
 from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
+from autopar.api.works import Works
 from autopar.errors import InfeasibleError
 from autopar.search.ilp import Ilp, Limits
+from autopar.search.recomputing import share_of_seconds
 from autopar.search.trials import Recompute, Trial
 from cost_models.errors import CostModelError
 
@@ -30,8 +30,7 @@ _SHARE = 0.4
 class Estimates:
     """What trials take, from what micro-batches take on tensor-parallel ranks alone; remembers what they share."""
 
-    solving: Solving
-    wishes: Wishes
+    works: Works
     mixes: bool
     """Whether blocks may be recomputed each in its way."""
 
@@ -52,6 +51,16 @@ class Estimates:
 
     _kept_s: float = field(init=False, default=0.0)
     """What estimates leave of the time limit."""
+
+    @property
+    def solving(self) -> Solving:
+        """Return what solves trials."""
+        return self.works.solving
+
+    @property
+    def wishes(self) -> Wishes:
+        """Return what trials have to meet."""
+        return self.works.wishes
 
     def of(self, trials: Sequence[Trial], *, fits: bool) -> dict[Trial, float]:
         """Return about how many seconds a step of each trial takes; infinite where it has no price or does not fit.
@@ -136,7 +145,8 @@ class Estimates:
         if not self.mixes or found == inf:
             return found
         share = self.solving.rough("none", self.wishes).share_over(shape, rough, budget)
-        once *= 1.0 + share * (more - 1.0)
+        ways = self.works.ways(known[-1], shape.width)
+        once *= 1.0 + (share if ways is None else share_of_seconds(ways, share)) * (more - 1.0)
         mixed = self._handed_s(trial, rough.estimate_s(shape, once, budget))
         self._mixed[trial] = found / mixed if mixed else 1.0
         return mixed
@@ -149,13 +159,9 @@ class Estimates:
         if trial.depth == 1 or step_s == inf:
             return step_s
         shape, sizes = shape_of(trial), tuple(axis.size for axis in trial.ranks)
-        sent = self._crossing_bytes / (shape.microbatches * shape.replicas * shape.width)
+        sent = self.works.floors.crossing_bytes / (shape.microbatches * shape.replicas * shape.width)
         handing = least_handing(self.solving.equal, trial.depth, sizes, sent)
         return max(step_s, shape.microbatches * handing.most_s) + 2.0 * handing.path_s
-
-    @cached_property
-    def _crossing_bytes(self) -> float:
-        return Floors(self.solving.graph("none", self.wishes), self.solving.optimizer).crossing_bytes
 
     def _more(self, recompute: Recompute, width: int, size: int, *, fits: bool) -> float:
         """Return how many times as long a micro-batch takes with recomputation, at the largest size if it is needed."""

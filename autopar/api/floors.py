@@ -74,7 +74,7 @@ class Floors:
         return tuple(names_again(self.graph, way) for way in WAYS)
 
     @cached_property
-    def _saved_bytes(self) -> Floats:
+    def saved_bytes(self) -> Floats:
         """Return [block, way] of all samples, whole: what forward makes and backward, or what runs again, reads."""
         return np.array([self._saved(again) for again in self._again]).T
 
@@ -160,7 +160,7 @@ class Floors:
         rest, gradients = self._static_bytes
         static = (rest + gradients * sums) / shards
         chosen = [way in ways for way in WAYS]
-        saved, late = self._saved_bytes[:, chosen] / parts, self._late_bytes / parts
+        saved, late = self.saved_bytes[:, chosen] / parts, self._late_bytes / parts
         return _alike(replace(work, again_s=work.again_s[:, chosen]), saved, late, static, elsewhere_s)
 
     def _least_s(self, op: Op, options: Sequence[MeshStrategy], links: Links) -> float:

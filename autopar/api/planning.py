@@ -22,6 +22,7 @@ from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped
 from autopar.api.sequences import splits_tokens
 from autopar.api.solving import Solved, Solving
+from autopar.api.standing import Standing
 from autopar.api.wishes import Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
 from autopar.costs.outcome import Outcome
@@ -91,16 +92,18 @@ class Planner:
         check_names(self.program.graph, wishes)
         require_admitted(self.program.graph, wishes.fixed)
         whole, others, hopeless = self._trials(wishes)
-        outer = Outer(self._solving, wishes, self.progress, started, mixes=len(self._recompute_ways()) > 1)
-        outer.solved += hopeless
+        mixes = len(self._recompute_ways()) > 1
+        standing = Standing(self._solving, wishes, started, mixes)
+        outer = Outer(standing, self.progress)
+        outer.standing.solved += hopeless
         outer.run(whole, others)
-        best = outer.best
+        best = outer.standing.best
         if best is None:
             if outer.interrupted:
                 raise KeyboardInterrupt
             best = self._without_time(outer, [*whole, *others], wishes)
         if best is None:
-            raise self._infeasible(wishes, outer.solved)
+            raise self._infeasible(wishes, outer.standing.solved)
         if not outer.interrupted:
             best = self._plainer(best, outer, wishes)
         return self._finish(best, outer, time.process_time() - started)
@@ -262,18 +265,18 @@ class Planner:
         Raises:
             InfeasibleError: it was, and none of these fits.
         """
-        stopped = sum(one.solution.status == "time_limit" for one in outer.solved)
+        stopped = sum(one.solution.status == "time_limit" for one in outer.standing.solved)
         if not stopped:
             return None
         for trial in trials[:1]:
             plain = self._plain(trial, wishes)
-            outer.solved.append(plain)
+            outer.standing.solved.append(plain)
             if plain.outcome is not None:
                 return plain
         found = outer.first_that_fits()
         if found is not None:
             return found
-        raise infeasible.no_time(self.options.time_limit, stopped, len(outer.solved))
+        raise infeasible.no_time(self.options.time_limit, stopped, len(outer.standing.solved))
 
     def _plainer(self, best: Solved, outer: Outer, wishes: Wishes) -> Solved:
         """Return a plan with fewer moving parts, if that is as fast as predictions can tell.
@@ -282,7 +285,7 @@ class Planner:
         """
         allowed = best.step_s * (1.0 + _INDISTINCT)
         if best.trial.depth > 1 or best.trial.microbatches > 1:
-            plain = [each for each in outer.solved if each.trial.depth == 1 and each.trial.microbatches == 1]
+            plain = [each for each in outer.standing.solved if each.trial.depth == 1 and each.trial.microbatches == 1]
             chosen = min(plain, key=lambda each: each.step_s, default=None)
             if chosen is not None and chosen.step_s <= allowed:
                 best.why_not = "as fast within what predictions can tell, and has more parts"
@@ -291,17 +294,17 @@ class Planner:
         if best.outcome is None or wanted or not best.outcome.gathers:
             return best
         less = replace(wishes, zero=0)
-        bounded = self._solving.bound(best.trial, less, outer.left_s)
+        bounded = self._solving.bound(best.trial, less, outer.standing.left_s)
         if isinstance(bounded, Solved) or bounded.bound_s > allowed:
             return best
         ways = [best.pipeline.wanted] if best.pipeline is not None else []
-        found = self._solving.solve(bounded, less, ways, allowed / (1.0 - self.options.gap), outer.left_s)
+        found = self._solving.solve(bounded, less, ways, allowed / (1.0 - self.options.gap), outer.standing.left_s)
         if found.outcome is None or found.step_s > allowed:
             return best
         # What was proven of the mesh is the bound of the search that had all choices.
         found.solution = replace(found.solution, bound_s=best.solution.bound_s)
         best.why_not = "as fast within what predictions can tell, and gathers parameters"
-        outer.solved.append(found)
+        outer.standing.solved.append(found)
         return found
 
     def _plain(self, trial: Trial, wishes: Wishes) -> Solved:
@@ -366,7 +369,7 @@ class Planner:
         return infeasible.wishes(why)
 
     def _finish(self, best: Solved, outer: Outer, seconds: float) -> Plan:
-        outcome, solved = best.outcome, outer.solved
+        outcome, solved = best.outcome, outer.standing.solved
         if outcome is None:
             raise RuntimeError("a plan without an outcome cannot be finished")
         graph, options = self.program.graph, self.options

@@ -7,20 +7,17 @@ do, at a few hundredths of a second a trial, where a relaxation of all layouts t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 
 from autopar.api.crossings import least_handing
-from autopar.api.floors import WAYS, Floors, Work
-from autopar.api.kinds import is_settled, shape_of, tensor_parallel
+from autopar.api.floors import WAYS
+from autopar.api.kinds import is_settled, shape_of
 from autopar.api.pipelining import Wanted
-from autopar.api.solving import Solving
-from autopar.api.wishes import Wishes
-from autopar.errors import InfeasibleError
+from autopar.api.works import Works
 from autopar.search.fluid import Flow, least_step_s
 from autopar.search.trials import Trial
-from cost_models.errors import CostModelError
 
 _STEADY = 2
 """Micro-batches a rank of which a schedule is laid out: with more, no fewer are in flight."""
@@ -42,19 +39,11 @@ class Best:
 
 @dataclass
 class Proofs:
-    """Bounds of the trials of one search; remembers what they share."""
+    """Bounds of the trials of one search."""
 
-    solving: Solving
-    wishes: Wishes
+    works: Works
     mixes: bool
     """Whether blocks may be recomputed each in its way."""
-
-    _work: dict[tuple[int, int], Work | None] = field(init=False, default_factory=dict)
-    """By samples of a micro-batch and ranks along which tensors are split."""
-
-    @cached_property
-    def _floors(self) -> Floors:
-        return Floors(self.solving.graph("none", self.wishes), self.solving.optimizer)
 
     def best(self, trial: Trial, ways: Sequence[Wanted], elsewhere_s: float) -> Best:
         """Return the least that a trial can take with any of the schedules.
@@ -63,7 +52,7 @@ class Proofs:
         Nothing is known where devices are unlike, where kernels are fused, and of axes that may split more than tensors
         do or batches: free ones and those of tokens.
         """
-        solving = self.solving
+        solving, floors = self.works.solving, self.works.floors
         if not solving.proves(trial) or solving.equal.device.fusion or not isinstance(trial.recompute, str):
             return Best(0.0, None)
         if not is_settled(trial):
@@ -71,11 +60,11 @@ class Proofs:
         shape = shape_of(trial)
         replicas, width, count = shape.replicas, shape.width, shape.microbatches
         size = max(1, solving.program.batch_size // (count * replicas))
-        work = self._work_of(size, width)
+        work = self.works.of(size, width)
         if work is None:
             return Best(0.0, None)
         allowed = WAYS if self.mixes and trial.recompute == "full" else (trial.recompute,)
-        blocks = self._floors.blocks(
+        blocks = floors.blocks(
             work,
             allowed,
             parts=count * replicas * width,
@@ -89,7 +78,7 @@ class Proofs:
         places = solving.places(trial.depth)
         budget = max(places.budgets) - min(places.reserved)
         sizes = tuple(axis.size for axis in trial.ranks)
-        crossing_bytes = self._floors.crossing_bytes / (count * replicas * width)
+        crossing_bytes = floors.crossing_bytes / (count * replicas * width)
         handing = least_handing(solving.equal, trial.depth, sizes, crossing_bytes)
         found = Best(inf, None)
         for wanted in ways:
@@ -99,17 +88,6 @@ class Proofs:
             step_s = least_step_s(blocks, flow, count, budget, share=share, handing=handing)
             found = Best(min(step_s, found.step_s), wanted if step_s < _BETTER * found.step_s else found.wanted)
         return found
-
-    def _work_of(self, size: int, width: int) -> Work | None:
-        """Return what blocks take at least with micro-batches of a size; `None` where operators have no price."""
-        if (size, width) not in self._work:
-            trial = tensor_parallel(self.solving.program.batch_size, size, width)
-            try:
-                options = self.solving.choices(trial, self.wishes)
-                self._work[size, width] = self._floors.work(options, self.solving.links(trial))
-            except (CostModelError, InfeasibleError):
-                self._work[size, width] = None
-        return self._work[size, width]
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from autopar.costs.packing import memory_order
 from autopar.costs.regathers import passes
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
-from autopar.ir.roles import gradient_like, leaves, parameter_like
+from autopar.ir.roles import gradient_values, parameter_like
 
 if TYPE_CHECKING:
     from autopar.costs.outcome import Outcome
@@ -27,7 +27,7 @@ def issued(outcome: Outcome) -> Iterator[Issued]:
 
 def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
     graph, links = outcome.graph, outcome.links
-    starts, ends = parameter_like(graph), gradient_like(graph)
+    starts, ends = parameter_like(graph), gradient_values(graph)
     roots = roots_of(graph)
     again, settled = moved_before(outcome, roots), settled_by(outcome)
     for op in graph.ops:
@@ -40,9 +40,9 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
                 continue
             done.add(key)
             have = outcome.layout(source, ref.index)
-            behind = ref.op in starts or ref.op in ends
+            behind = ref.op in starts or ref in ends
             moved = graph.by_name[ref.op].moved
-            summed = links.sums_whole and ref.op in ends and outcome.microbatches > 1
+            summed = links.sums_whole and ref in ends and outcome.microbatches > 1
             one = ref.op in roots and outcome.keeps_gather(roots[ref.op]) and outcome.microbatches > 1
             times = 1 if summed or one else outcome.microbatches
             messages = links.route_messages(
@@ -86,7 +86,7 @@ def _issued_again(outcome: Outcome, ref: Ref, need: Layout, copy: Copy) -> Itera
 
 
 def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
-    graph, links, ends = outcome.graph, outcome.links, gradient_like(outcome.graph)
+    graph, links, ends = outcome.graph, outcome.links, gradient_values(outcome.graph)
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -110,12 +110,12 @@ def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
         early = of_parameter and outcome.reduces_early(graph.representative(output.name))
         reduced = of_parameter and not early
         times = 1 if reduced else outcome.microbatches
-        behind = of_parameter or output.ref.op in ends
+        behind = of_parameter or output.ref in ends
         overlapped = behind and not (reduced and outcome.microbatches > 1)
         named = graph.by_name[output.name] if of_parameter else graph.by_name[output.ref.op]
         for message in messages:
             yield Issued(
                 message, phase, source, overlapped, output.ref.op, times, reduced,
-                mergeable=summed and not early and leaves(graph, output.ref), tensor=named.moved, behind=behind,
+                mergeable=summed and not early and output.ref in ends, tensor=named.moved, behind=behind,
                 source=output.ref, copy=key, readers=(output.ref.op,) if early else (),
             )  # fmt: skip

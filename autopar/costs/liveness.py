@@ -20,7 +20,7 @@ from autopar.costs.optimizer import state_bytes
 from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.placement import Layout, Partial, local_shape
 from autopar.ir.reshard import AHEAD_BYTES
-from autopar.ir.roles import gradient_like, is_view
+from autopar.ir.roles import gradient_values, is_view
 from autopar.ir.table import Floats, MemoryRow
 from autopar.ir.tensor import TensorMeta
 
@@ -252,10 +252,12 @@ def settled_at(graph: Graph) -> dict[str, int]:
         made[graph.position[name]] = made.get(graph.position[name], 0) + (0 if meta is None else meta.nbytes)
     until = settled_behind(sorted(made.items()), len(graph.ops))
     found = {graph.ops[at].name: then for at, then in until.items()}
-    ends = gradient_like(graph)
+    ends = gradient_values(graph)
+    makers = {ref.op for ref in ends}
     for op in reversed(graph.ops):
-        if op.name in ends and op.name not in found:
-            reached = [found[user] for user in graph.users[op.name] if user in found]
+        if op.name in makers and op.name not in found:
+            users = (graph.by_name[user] for user in graph.users[op.name])
+            reached = [found[each.name] for each in users if each.name in found and not ends.isdisjoint(each.refs)]
             if reached:
                 found[op.name] = max(reached)
     return found

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from autopar.costs.segments import Segments
-from autopar.ir.graph import Graph, once_per_graph
-from autopar.ir.roles import gradient_like, is_view, parameter_like
+from autopar.ir.graph import Graph, Ref, once_per_graph
+from autopar.ir.roles import gradient_values, is_view, parameter_like
 from autopar.ir.table import Category, Floats
 
 Phase = Literal["forward", "backward", "both"]
@@ -55,7 +55,7 @@ def _last_read_in(graph: Graph, phase: Phase) -> dict[str, int]:
 @once_per_graph
 def sharers(graph: Graph) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]:
     """Return, for each set of readers that share copies of a value: how often in each segment, and when."""
-    segments, parameters, gradients = Segments.of(graph), parameter_like(graph), gradient_like(graph)
+    segments, parameters, gradients = Segments.of(graph), parameter_like(graph), gradient_values(graph)
     found: dict[tuple[str, int, Phase], list[tuple[Reader, int]]] = {}
     for position, op in enumerate(graph.ops):
         for slot, ref in enumerate(op.refs):
@@ -72,7 +72,7 @@ def sharers(graph: Graph) -> dict[Sharing, tuple[Floats, list[tuple[int, int]]]]
     for (name, index, phase), readers in found.items():
         names = tuple(sorted({reader for reader, _ in readers}, key=lambda r: (r.op, r.slot)))
         # An operator may make gradients beside other values (a normalisation's backward does): nobody waits for those.
-        leaves = name in gradients or all(reader.op.startswith("gradient:") for reader, _ in readers)
+        leaves = Ref(name, index) in gradients
         category: Category = "prefetch" if name in parameters else "reduction" if leaves else "critical"
         sharing = Sharing(graph.representative(name), index, names, category, phase)
         counts, lives = shared.setdefault(sharing, (np.zeros(segments.total), []))

@@ -15,9 +15,9 @@ from autopar.costs.issued import Copy, Issued
 from autopar.costs.liveness import base_of, local_bytes
 from autopar.costs.moves import copy_read, roots_of
 from autopar.costs.outcome import Outcome
-from autopar.ir.graph import Op
+from autopar.ir.graph import Op, Ref
 from autopar.ir.mesh import Mesh
-from autopar.ir.roles import gradient_like
+from autopar.ir.roles import gradient_values
 from autopar.ir.tasks import Task, collective_name
 
 _Place = tuple[int, int, int]
@@ -52,7 +52,7 @@ class _Builder:
         self._kept = {(o.ref.op, o.ref.index) for o in graph.outputs if o.ref is not None}
         self._roots, self._base = roots_of(graph), base_of(graph)
         self._runs = {each: run for run in self.outcome.runs for each in run}
-        self._ends = gradient_like(graph)
+        self._ends = gradient_values(graph)
         self._moved = {each.copy for each in self.outcome.messages() if each.copy is not None}
         self._late: set[str] = set()
         needed: dict[str, list[Issued]] = {}
@@ -125,10 +125,10 @@ class _Builder:
 
     def _comes_last(self, op: Op) -> bool:
         """Return whether an operator only casts or views a reduced gradient: it runs when that is waited for."""
-        if op.name not in self._ends or len(op.refs) != 1:
+        if Ref(op.name) not in self._ends or len(op.refs) != 1:
             return False
         (ref,) = op.refs
-        if ref.op not in self._ends:
+        if ref not in self._ends:
             return False  # it makes a gradient, be it of what was gathered
         moved = (ref.op, ref.index, self.outcome.strategy(self.outcome.graph.representative(op.name)).inputs[0], "")
         return moved in self._moved or ref.op in self._late

@@ -47,7 +47,7 @@ def beyond(outcome: Outcome) -> Beyond | None:
         at = segments.of_op[each.at if gathers or each.source is None else each.source.op]
         if each.behind:
             add(at, each, replace(each.message, flat=True), -each.times)
-        else:  # what a convolution makes beside other values: the table waits for it where it is cast, alone
+        else:  # what something else reads, too: the table waits for it where it is cast, alone
             add(segments.of_op[each.at], each, each.message, -each.times)
         if each in run_of:
             places.setdefault(run_of[each], []).append(at)

@@ -95,6 +95,22 @@ def gradient_like(graph: Graph) -> frozenset[str]:
 
 
 @once_per_graph
+def gradient_values(graph: Graph) -> frozenset[Ref]:
+    """Return the values of backward that only become parameters' gradients, whatever their operators make beside them.
+
+    A layer norm's or convolution's backward gives its parameters' gradients beside that of its input, which goes on; in
+    16 bits they are cast before they leave.
+    """
+    ends, elsewhere = gradient_like(graph), {o.ref for o in graph.outputs if o.kind != "gradient"}
+    read: set[Ref] = {o.ref for o in graph.outputs if o.ref is not None}
+    for op in graph.ops:
+        read.update(op.refs)
+        if op.name not in ends or not _passes(op):
+            elsewhere.update(op.refs)
+    return frozenset(ref for ref in read - elsewhere if graph.by_name[ref.op].phase == "backward")
+
+
+@once_per_graph
 def last_steps(graph: Graph) -> frozenset[str]:
     """Return the operators of backward that only cast or view what then leaves it as a parameter's gradient."""
     kinds: dict[str, set[str]] = {}
@@ -109,16 +125,6 @@ def last_steps(graph: Graph) -> frozenset[str]:
         if known and leaves_here and all(user in found for user in users):
             found.add(op.name)
     return frozenset(found)
-
-
-def leaves(graph: Graph, ref: Ref) -> bool:
-    """Return whether a gradient only leaves the program: nothing computes with it, whatever its operator makes beside.
-
-    A layer norm's or convolution's backward gives its parameters' gradients beside that of its input, which goes on.
-    """
-    if ref.op in gradient_like(graph):
-        return True
-    return not any(ref in graph.by_name[user].refs for user in graph.users[ref.op])
 
 
 def _passes(op: Op) -> bool:

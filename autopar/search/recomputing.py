@@ -81,3 +81,37 @@ def held(ways: Ways, room: Room, chosen: Sequence[int]) -> float:
 def _most(ways: Ways, room: Room) -> float:
     """Return the most that can be held at a point."""
     return room.held_bytes + float(room.copies @ ways.kept_bytes.max(axis=1))
+
+
+def share_of_seconds(ways: Ways, share_freed: float) -> float:
+    """Return which share of recomputing all blocks frees a share of the memory that it frees, parts of blocks allowed.
+
+    What frees most for its time comes first: norms and activations hold much and take little, long attention is the
+    other way round. Both shares are from 0 to 1; the last way is that of recomputing all.
+    """
+    freed = ways.kept_bytes.max(axis=1, keepdims=True) - ways.kept_bytes
+    steps: list[tuple[float, float]] = []
+    for seconds, less in zip(ways.seconds, freed, strict=True):
+        steps += _steps(seconds - seconds.min(), less)
+    steps.sort(key=lambda step: step[0] / step[1])
+    left, taken = min(max(share_freed, 0.0), 1.0) * sum(less for _, less in steps), 0.0
+    for seconds_more, less in steps:
+        part = min(1.0, left / less)
+        taken, left = taken + part * seconds_more, left - part * less
+        if left <= 0:
+            break
+    total = float((ways.seconds[:, -1] - ways.seconds.min(axis=1)).sum())
+    return min(1.0, taken / total) if total > 0 else 0.0
+
+
+def _steps(seconds: Floats, freed: Floats) -> list[tuple[float, float]]:
+    """Return a block's ways as steps of seconds more and bytes less, each dearer than the one before it."""
+    found: list[tuple[float, float]] = []
+    at = 0.0, 0.0
+    while True:
+        more = [(each - at[0], less - at[1]) for each, less in zip(seconds, freed, strict=True) if less > at[1]]
+        if not more:
+            return found
+        step = min(more, key=lambda one: (one[0] / one[1], -one[1]))
+        found.append(step)
+        at = at[0] + step[0], at[1] + step[1]

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from autopar.api import plan_captured
-from autopar.api.outer import Outer, _kin
+from autopar.api.outer import Outer
 from autopar.api.planning import Planner, Program
+from autopar.api.proving import raise_bounds
 from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.standing import Standing, kin
 from autopar.api.wishes import read_wishes
 from autopar.costs.stage_memory import Split
 from autopar.errors import InfeasibleError, UsageError
@@ -185,7 +187,8 @@ def test_meshes_that_no_node_divides_into_are_left_out():
 
 def outer(**options: object) -> Outer:
     parsed = PlanOptions.parse(**options)
-    return Outer(Solving(CAPTURED.graph, cluster(), parsed), read_wishes(parsed), Silent(), mixes=True)
+    standing = Standing(Solving(CAPTURED.graph, cluster(), parsed), read_wishes(parsed), mixes=True)
+    return Outer(standing, Silent())
 
 
 @pytest.mark.parametrize(("slack", "kept"), [(1.3, True), (1.1, False)])
@@ -194,14 +197,32 @@ def test_time_is_kept_for_recomputing_less_where_that_may_lead_to_the_best_plan(
 ):
     monkeypatch.setattr("time.process_time", lambda: 0.0)
     search, best = outer(time_limit=1000), Trial((MeshAxis("tp", 4),))
-    search.started = 0.0
+    search.standing.started = 0.0
     heavy = Trial((MeshAxis("dp_shard", 4),), recompute="full")
-    search._estimates._mixed = {heavy: slack}
+    search.standing.estimates._mixed = {heavy: slack}
     for trial, step_s in ((best, 1.0), (heavy, 1.2)):
-        search.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
+        search.standing.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
 
-    assert search.left_s == pytest.approx(800)
-    assert search.left_to_try_s == pytest.approx(650 if kept else 800)
+    assert search.standing.left_s == pytest.approx(800)
+    assert search.standing.left_to_try_s == pytest.approx(650 if kept else 800)
+
+
+@pytest.mark.parametrize(("bound_s", "solved"), [(1.05, True), (1.15, False)])
+def test_what_may_recompute_less_is_solved_if_it_may_become_faster_than_what_others_may(bound_s: float, solved: bool):
+    """The best takes 1.0 as it is, another may come from 1.2 to 0.92: 1.05 may come to 0.88, and 1.15 to 0.96."""
+    search, one = outer(), Trial((MeshAxis("dp_shard", 4),), recompute="full")
+    best, heavy = Trial((MeshAxis("tp", 4),)), Trial((MeshAxis("dp_replicate", 4),), recompute="full")
+    search.standing.estimates._mixed = {heavy: 1.3, one: 1.2}
+    for trial, step_s in ((best, 1.0), (heavy, 1.2)):
+        search.standing.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
+    found = Solved(one, Solution("gap", (0,), bound_s, bound_s), Mock(), bound_s)
+    search.standing.solving = Mock(wraps=search.standing.solving)
+    search.standing.solving.options = PlanOptions.parse()
+    search.standing.solving.solve = lambda *_: found
+
+    search._solve(Waiting(one, Mock(), Mock(), Mock(), bound_s, 0.0), 1, 1, 1)
+
+    assert (search.standing.solved[-1] is found) == solved
 
 
 def test_of_trials_that_are_bounded_the_least_bound_is_solved_first():
@@ -215,12 +236,12 @@ def test_of_trials_that_are_bounded_the_least_bound_is_solved_first():
         solved.append(one.trial)
         return Solved(one.trial, Solution("gap", (0,), one.bound_s, one.bound_s), Mock(), one.bound_s)
 
-    search._likely = {hoped: 0.8, plain: 0.9}
-    search._estimates._mixed = {hoped: 1.5, plain: 1.1}
-    search.solving = Mock(wraps=search.solving)
-    search.solving.options = PlanOptions.parse()
-    search.solving.bound = lambda trial, *_: Waiting(trial, Mock(), Mock(), Mock(), bounds[trial], 0.0)
-    search.solving.solve = solve
+    search.standing.likely = {hoped: 0.8, plain: 0.9}
+    search.standing.estimates._mixed = {hoped: 1.5, plain: 1.1}
+    search.standing.solving = Mock(wraps=search.standing.solving)
+    search.standing.solving.options = PlanOptions.parse()
+    search.standing.solving.bound = lambda trial, *_: Waiting(trial, Mock(), Mock(), Mock(), bounds[trial], 0.0)
+    search.standing.solving.solve = solve
     search._ways = lambda _: []  # type: ignore[method-assign]
 
     search._best_first([hoped, plain], "bound", 2)
@@ -237,9 +258,9 @@ def test_late_without_a_plan_what_is_bounded_is_solved_before_more_is_bounded(
 ):
     monkeypatch.setattr("time.process_time", lambda: spent_s)
     search, done = outer(time_limit=1000), []
-    search.started = 0.0
+    search.standing.started = 0.0
     trials = [Trial((MeshAxis("dp_shard", 4),), 1, "full"), Trial((MeshAxis("tp", 4),), 1, "full")]
-    search._likely = {trials[0]: 0.8, trials[1]: 0.9}
+    search.standing.likely = {trials[0]: 0.8, trials[1]: 0.9}
 
     def bound(trial: Trial, *_: object) -> Waiting:
         done.append(f"bound {trials.index(trial)}")
@@ -249,8 +270,8 @@ def test_late_without_a_plan_what_is_bounded_is_solved_before_more_is_bounded(
         done.append(f"solve {trials.index(one.trial)}")
         return Solved(one.trial, Solution("infeasible", (), inf, one.bound_s))
 
-    search.solving = Mock(wraps=search.solving)
-    search.solving.options, search.solving.bound, search.solving.solve = (
+    search.standing.solving = Mock(wraps=search.standing.solving)
+    search.standing.solving.options, search.standing.solving.bound, search.standing.solving.solve = (
         PlanOptions.parse(time_limit=1000),
         bound,
         solve,
@@ -282,38 +303,38 @@ def test_trials_given_up_are_bounded_by_what_was_relaxed_since():
     search, mesh = outer(), (MeshAxis("dp_shard", 4),)
     free = Trial((MeshAxis("free", 4),))
     given_up, faster, hopeless = Trial(mesh, 1, "full"), Trial(mesh), Trial(mesh, 2)
-    search.solved = [
+    search.standing.solved = [
         Solved(given_up, Solution("cutoff", (), inf, 0.0)),
         Solved(faster, Solution("gap", (0,), 0.7, 0.2), Mock(), 0.7),
         Solved(hopeless, Solution("infeasible", (), inf, inf)),
     ]
-    search._free_s = {_kin(free): 0.75}
+    search.standing.free_s = {kin(free): 0.75}
 
-    search._raise_bounds()
+    raise_bounds(search.standing)
 
-    assert [one.solution.bound_s for one in search.solved] == [0.75, 0.7, inf]
+    assert [one.solution.bound_s for one in search.standing.solved] == [0.75, 0.7, inf]
 
 
 def test_what_does_not_fit_bounds_what_recomputes_more_on_its_mesh():
     options = PlanOptions.parse(memory_margin=0.0)
     solving = Solving(CAPTURED.graph, cluster("2 MiB"), options)
-    search = Outer(solving, read_wishes(options), Silent(), mixes=True)
+    search = Standing(solving, read_wishes(options), mixes=True)
     mesh = (MeshAxis("dp_replicate", 4),)
 
-    assert search._relax(Trial(mesh)) is None
+    assert search.relax(Trial(mesh)) is None
 
     assert search.solved[0].solution.status == "infeasible"
-    assert 0.0 < search._known_bound_s(Trial(mesh, recompute="full")) < inf
+    assert 0.0 < search.known_bound_s(Trial(mesh, recompute="full")) < inf
 
 
 def test_sizes_of_micro_batches_near_the_best_are_tried_though_their_estimates_are_slow():
     search, tried = outer(), []
     near, best = (Trial((MeshAxis("microbatch", count), MeshAxis("dp_shard", 4))) for count in (2, 4))
-    search.solved.append(Solved(best, Solution("gap", (0,), 1.0, 1.0), Mock(), 1.0))
-    search._likely = {best: 0.5, near: 9.0}
+    search.standing.solved.append(Solved(best, Solution("gap", (0,), 1.0, 1.0), Mock(), 1.0))
+    search.standing.likely = {best: 0.5, near: 9.0}
     search._near = lambda _: [each for each in (near,) if each not in tried]  # type: ignore[method-assign]
-    search._estimates.more = lambda trials, *, fits: dict.fromkeys(trials, 9.0)  # type: ignore[method-assign]
-    search._relax = lambda trial: tried.append(trial)  # type: ignore[method-assign,func-returns-value]
+    search.standing.estimates.more = lambda trials, *, fits: dict.fromkeys(trials, 9.0)  # type: ignore[method-assign]
+    search.standing.relax = lambda trial: tried.append(trial)  # type: ignore[method-assign,func-returns-value]
 
     search._climb()
 

@@ -13,7 +13,9 @@ from autopar.api.outer import Outer
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
 from autopar.api.solving import Solved, Solving
+from autopar.api.standing import Standing
 from autopar.api.wishes import read_wishes
+from autopar.api.works import Works
 from autopar.capture import Captured
 from autopar.ir.plan import Plan
 from autopar.models import resolve
@@ -35,7 +37,7 @@ def trial(depth: int, microbatches: int, recompute: Uniform) -> Trial:
 
 def proofs(spec: ClusterSpec, program: Captured = CAPTURED) -> Proofs:
     options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
-    return Proofs(Solving(program.graph, spec, options), read_wishes(options), mixes=True)
+    return Proofs(Works(Solving(program.graph, spec, options), read_wishes(options)), mixes=True)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,9 @@ def test_no_plan_of_a_trial_beats_its_bound(
 
     bound = proof.best(given, ways, 0.0)
 
-    priced = proof.solving.bound(given, proof.wishes, 60.0)
+    priced = proof.works.solving.bound(given, proof.works.wishes, 60.0)
     assert not isinstance(priced, Solved)
-    solved = proof.solving.solve(priced, proof.wishes, ways, inf, 60.0)
+    solved = proof.works.solving.solve(priced, proof.works.wishes, ways, inf, 60.0)
     assert solved.step_s >= bound.step_s > 0
 
 
@@ -95,8 +97,8 @@ def test_part_of_the_time_limit_is_kept_for_proofs(monkeypatch: pytest.MonkeyPat
     whole = planned_in_little_memory()
 
     def late(outer: Outer) -> None:
-        monkeypatch.setattr(Outer, "left_s", 0.0)
-        monkeypatch.setattr(Outer, "left_to_prove_s", proving_s)
+        monkeypatch.setattr(Standing, "left_s", 0.0)
+        monkeypatch.setattr(Standing, "left_to_prove_s", proving_s)
         lighten(outer)
 
     lighten = Outer._lighten
@@ -134,9 +136,9 @@ def test_no_pipeline_on_shared_cores_beats_its_bound(depth: int, microbatches: i
 
     bound = proof.best(given, [Wanted(depth), Wanted(depth, "zb_h1")], 0.0)
 
-    priced = proof.solving.bound(given, proof.wishes, 60.0)
+    priced = proof.works.solving.bound(given, proof.works.wishes, 60.0)
     assert not isinstance(priced, Solved)
-    solved = proof.solving.solve(priced, proof.wishes, [Wanted(depth), Wanted(depth, "zb_h1")], inf, 60.0)
+    solved = proof.works.solving.solve(priced, proof.works.wishes, [Wanted(depth), Wanted(depth, "zb_h1")], inf, 60.0)
     assert solved.step_s < inf
     assert 0.5 * solved.step_s < bound.step_s <= solved.step_s
 
@@ -152,12 +154,12 @@ def test_nothing_is_known_of_axes_that_may_split_the_batch_or_tensors():
 def test_the_whole_program_on_a_stages_mesh_bounds_its_pipelines(microbatches: int, bandwidth: str):
     """It knows what gradients take to travel, which the fluid does not."""
     proof = proofs(cluster("16 GiB", bandwidth))
-    solving, given = proof.solving, trial(2, microbatches, "none")
+    solving, given = proof.works.solving, trial(2, microbatches, "none")
 
-    whole = solving.bound(Trial(given.ranks), proof.wishes, 60.0)
-    priced = solving.bound(given, proof.wishes, 60.0)
+    whole = solving.bound(Trial(given.ranks), proof.works.wishes, 60.0)
+    priced = solving.bound(given, proof.works.wishes, 60.0)
     assert not isinstance(whole, Solved)
     assert not isinstance(priced, Solved)
-    solved = solving.solve(priced, proof.wishes, WAYS, inf, 60.0)
+    solved = solving.solve(priced, proof.works.wishes, WAYS, inf, 60.0)
 
     assert proof.best(given, WAYS, 0.0).step_s < whole.free_s / solving.at_once(given) <= solved.step_s

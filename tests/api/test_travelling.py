@@ -104,15 +104,42 @@ class Convolutions(nn.Module):
         return x.square().mean()
 
 
+def ethernet(hosts: int = 4) -> ClusterSpec:
+    node = {"device": "a10g", "count": 1, "nic": {"bandwidth": "10Gbit/s", "latency": "25us"}}
+    groups = [{"node": "slow", "count": hosts}]
+    return ClusterSpec.from_dict({"version": 1, "name": "ethernet", "nodes": {"slow": node}, "groups": groups})
+
+
+def convolved(batch: int, **options: object) -> Plan:
+    images = torch.ones(batch, 512, 8, 8)
+    return autopar.plan(Convolutions(), ethernet(), example_inputs=(images,), precision="bf16", **options)
+
+
 @pytest.mark.parametrize("role", ["dp_replicate", "dp_shard"])
 def test_gradients_that_are_waited_for_where_they_are_cast_may_all_travel_together(role: str):
-    node = {"device": "a10g", "count": 1, "nic": {"bandwidth": "10Gbit/s", "latency": "25us"}}
-    groups = [{"node": "slow", "count": 4}]
-    slow = ClusterSpec.from_dict({"version": 1, "name": "ethernet", "nodes": {"slow": node}, "groups": groups})
-
-    made = autopar.plan(
-        Convolutions(), slow, example_inputs=(torch.ones(64, 512, 8, 8),), fix={role: 4}, precision="bf16"
-    )
+    made = convolved(64, fix={role: 4})
 
     taken_s = sum(each.count * each.predicted_s for each in made.decisions.collectives)
     assert exposed_s(made) < 1.05 * taken_s
+
+
+@pytest.mark.parametrize(("reduce_dtype", "item_bytes"), [("own", 2), ("fp32", 4)])
+def test_gradients_that_are_cast_are_reduced_behind_computation_in_the_type_asked_for(
+    reduce_dtype: str, item_bytes: int
+):
+    """Also those that are made beside gradients of inputs, as convolutions make them."""
+    made = convolved(1024, fix={"dp_replicate": 4}, reduce_dtype=reduce_dtype)
+
+    sums = [each for each in made.decisions.collectives if each.op == "all_reduce" and each.phase == "backward"]
+    assert sum(each.count * each.bytes for each in sums) == item_bytes * 6 * 512 * 512 * 9
+    assert all(each.overlapped for each in sums)
+
+
+@pytest.mark.parametrize("batch", [64, 1024])
+def test_no_way_to_run_convolutions_in_16_bits_beats_the_bound_of_the_free_search(batch: int):
+    free = convolved(batch)
+    ways = [{"dp_replicate": 4}, {"dp_shard": 4}, {"dp_shard": 4, "zero": 3}, {"tp": 4}, {"dp_replicate": 2, "tp": 2}]
+    times = [convolved(batch, fix=fix).estimates.step_time_s for fix in ways]
+
+    assert free.solver.bound <= min(times) * (1 + 1e-9)
+    assert free.estimates.step_time_s <= 1.02 * min(times)

@@ -1,0 +1,76 @@
+"""How much better a plan could be than the best that was found: bounds of what the search left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from autopar.api.solving import ruled_out
+from autopar.api.standing import Standing, kin, without
+from autopar.search.trials import Trial
+
+_PROVEN = 8
+"""Trials that are relaxed only to say how much better a plan could be that recomputes less."""
+
+_BOUNDED = 400
+"""Trials at most whose blocks are bounded as a fluid."""
+
+
+def prove_lighter(standing: Standing) -> None:
+    """Relax, nothing recomputed and memory no limit, the trials that leave the most room below the best plan."""
+    for _ in range(_PROVEN):
+        left = [
+            one.trial for one in standing.solved if standing.is_open(one) and without(one.trial) not in standing.free_s
+        ]
+        least = min(left, key=standing.lightest_s, default=None)
+        # What leaves as much room and stays as it is makes more proofs idle.
+        stays = [one for one in standing.solved if not standing.is_open(one) and one.solution.status != "infeasible"]
+        room = min([standing.best_s * (1.0 - standing.solving.options.gap), *(one.solution.bound_s for one in stays)])
+        if least is None or standing.lightest_s(least) >= room or standing.left_to_prove_s <= 0:
+            return
+        _relax_plain(standing, least)
+
+
+def _relax_plain(standing: Standing, trial: Trial) -> None:
+    """Bound a trial's mesh whatever is recomputed: nothing is, and memory is no limit."""
+    free_s = standing.estimates.relaxed_s(replace(trial, recompute="none"), standing.left_to_prove_s)
+    standing.free_s[without(trial)] = free_s / standing.solving.at_once(trial)
+
+
+def prove(standing: Standing) -> None:
+    """Bound, as a fluid, the trials that leave the most room below the best plan; relax where that says nothing."""
+    proven: set[Trial] = set()
+    relaxed = 0
+    for _ in range(_BOUNDED):
+        left = [one for one in standing.solved if one.solution.status != "infeasible"]
+        least = min(left, key=lambda each: each.solution.bound_s, default=None)
+        if least is None or least.trial in proven or standing.is_good(least.solution.bound_s):
+            return
+        if standing.left_to_prove_s <= 0:
+            return
+        proven.add(least.trial)
+        bound_s = standing.fluid_of(least.trial).step_s
+        unknown = bound_s == 0.0 and standing.is_open(least)
+        if not standing.is_good(bound_s) and relaxed < _PROVEN:
+            whole = Trial(least.trial.ranks)
+            if unknown and without(least.trial) not in standing.free_s:
+                _relax_plain(standing, least.trial)
+                relaxed += 1
+            elif not unknown and least.trial.replicas > 1 and kin(whole) not in standing.free_s:
+                # Collectives of gradients and parameters are in no fluid.
+                _relax_plain(standing, whole)
+                relaxed += 1
+        bound_s = standing.lightest_s(least.trial) if unknown else max(bound_s, standing.known_bound_s(least.trial))
+        if least.outcome is None and bound_s == inf:
+            found = ruled_out(least.trial, inf)
+            least.solution, least.why_not = found.solution, found.why_not
+        elif bound_s > least.solution.bound_s:
+            least.solution = replace(least.solution, bound_s=min(bound_s, least.step_s))
+
+
+def raise_bounds(standing: Standing) -> None:
+    """Give each trial the best bound known by now: what was relaxed after it was given up may bound it, too."""
+    for one in standing.solved:
+        known_s = standing.lightest_s(one.trial) if standing.is_open(one) else standing.known_bound_s(one.trial)
+        if one.solution.status != "infeasible" and one.solution.bound_s < known_s < inf:
+            one.solution = replace(one.solution, bound_s=min(known_s, one.step_s))

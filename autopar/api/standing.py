@@ -1,0 +1,232 @@
+"""How a search stands: the plans found so far, what bounds and estimates say of all else, and the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+
+from autopar.api.estimating import Estimates
+from autopar.api.kinds import kind_of, shape_of
+from autopar.api.pipelining import Wanted
+from autopar.api.proofs import Best, Proofs
+from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
+from autopar.api.turns import turn_s
+from autopar.api.wishes import Wishes
+from autopar.api.works import Works
+from autopar.figures import format_bytes
+from autopar.search.ilp import Solution
+from autopar.search.meshes import freer
+from autopar.search.trials import Trial
+
+_UNLIKELY = 1.25
+"""Estimate over the best plan's seconds from which a trial is not relaxed: estimates err on the fast side."""
+
+_SLOWER = 1.1
+"""The same, of estimates corrected by how far those of trials of the same kind were off."""
+
+_TO_PROVE = 0.2
+"""Share of the time limit that is kept for saying how much better a plan could be."""
+
+_TO_LIGHTEN = 0.15
+"""The same for recomputing less, where a plan that recomputes everything may become the best by that."""
+
+
+@dataclass
+class Standing:
+    """What one search knows of its trials by now."""
+
+    solving: Solving
+    wishes: Wishes
+    started: float = field(default_factory=time.process_time)
+    mixes: bool = False
+    """Whether blocks may be recomputed each in its way."""
+
+    solved: list[Solved] = field(init=False, default_factory=list)
+    """Trials that were found out about: solved, ruled out or left out."""
+
+    free_s: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
+    """Bounds of trials if memory were no limit, by their kin: see `kin`."""
+
+    likely: dict[Trial, float] = field(init=False, default_factory=dict)
+    """Estimated seconds of trials that are not the whole program."""
+
+    left: set[Trial] = field(init=False, default_factory=set)
+    """Trials that were left out for their estimates alone."""
+
+    estimates: Estimates = field(init=False)
+    _proofs: Proofs = field(init=False)
+    _fluid: dict[Trial, Best] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Prepare bounds."""
+        works = Works(self.solving, self.wishes)
+        self._proofs = Proofs(works, self.mixes)
+        self.estimates = Estimates(works, self.mixes, lambda: self.left_s)
+
+    @property
+    def best(self) -> Solved | None:
+        """Return the fastest plan so far."""
+        found = [one for one in self.solved if one.outcome is not None]
+        return min(found, key=lambda each: each.step_s) if found else None
+
+    @property
+    def best_s(self) -> float:
+        """Return its predicted seconds, infinite without one."""
+        best = self.best
+        return inf if best is None else best.step_s
+
+    @property
+    def hoped_best_s(self) -> float:
+        """Return what the best plan takes once what recomputes everything recomputes less, as far as is estimated."""
+        return min((one.step_s / self.slack(one.trial) for one in self.solved if one.outcome is not None), default=inf)
+
+    @property
+    def left_s(self) -> float:
+        """Return what is left of the time limit for finding plans."""
+        return self.left_to_prove_s - _TO_PROVE * self.solving.options.time_limit
+
+    @property
+    def left_to_try_s(self) -> float:
+        """Return what is left of that for further trials."""
+        full = (one for one in self.solved if one.trial.recompute == "full" and one.outcome is not None)
+        heavy = self.mixes and any(one.step_s < self.best_s * self.slack(one.trial) for one in full)
+        return self.left_s - heavy * _TO_LIGHTEN * self.solving.options.time_limit
+
+    @property
+    def left_to_prove_s(self) -> float:
+        """Return what is left of all of it."""
+        return self.solving.options.time_limit - (time.process_time() - self.started)
+
+    def too_large(self, trial: Trial) -> str | None:
+        """Return why a trial cannot fit, by what its average rank holds; `None` if it may."""
+        rough, budget = self.solving.rough(trial.recompute, self.wishes), self.solving.mean_budget(trial.depth)
+        held = rough.mean_bytes(shape_of(trial))
+        if held <= budget:
+            return None
+        return (
+            f"does not fit in memory however it is split: an average rank holds at least {format_bytes(ceil(held))} "
+            f"and may hold {format_bytes(budget)}, recompute {trial.recompute}"
+        )
+
+    def turn_s(self, one: Trial | Waiting) -> float:
+        """Return the larger of its bound and its estimate: only this counts what recomputing less is hoped to save."""
+        trial, bound_s = (one.trial, one.bound_s) if isinstance(one, Waiting) else (one, 0.0)
+        return max(bound_s, turn_s(trial, self.likely.get(trial, 0.0), self.estimates_off))
+
+    @property
+    def estimates_off(self) -> dict[Trial, float]:
+        """Return how many times as long as estimated the plans took that were found."""
+        known = [each for each in self.solved if each.trial in self.likely and each.outcome is not None]
+        return {each.trial: each.step_s / self.slack(each.trial) / self.likely[each.trial] for each in known}
+
+    def off(self, trial: Trial) -> float:
+        """Return how many times as long as their bounds the plans of pipelines of a trial's kind take at least."""
+        alike = [
+            one.step_s / one.solution.bound_s
+            for one in self.solved
+            if one.outcome is not None and one.trial.depth > 1 and kind_of(one.trial) == kind_of(trial)
+        ]
+        return min(alike, default=1.0) if trial.depth > 1 else 1.0
+
+    def slack(self, trial: Trial) -> float:
+        """Return how many times as long as the best plan a trial may take: what recomputing less is to save."""
+        return self.estimates.slack(trial)
+
+    def is_hopeless(self, trial: Trial) -> bool:
+        """Return whether a trial, by what is known before it is relaxed, is not better than the best plan."""
+        return self.is_beaten(trial) or self.is_unlikely(trial) or self.needs_less(trial)
+
+    def is_unlikely(self, trial: Trial) -> bool:
+        """Return whether a trial's estimate is too slow, as far as estimates of its kind were off."""
+        off = [times for each, times in self.estimates_off.items() if kind_of(each) == kind_of(trial)]
+        if self.likely[trial] > _UNLIKELY * self.best_s:
+            return True
+        return bool(off) and min(off) * self.likely[trial] > _SLOWER * self.best_s
+
+    def needs_less(self, trial: Trial) -> bool:
+        """Return whether a trial that recomputes everything has a plan that recomputes nothing, which is faster."""
+        plain = replace(trial, recompute="none")
+        return trial != plain and any(one.trial == plain and one.outcome is not None for one in self.solved)
+
+    def is_good(self, bound_s: float) -> bool:
+        """Return whether the best plan is as near to a bound as is asked."""
+        return bound_s >= self.best_s * (1.0 - self.solving.options.gap)
+
+    def fluid_of(self, trial: Trial) -> Best:
+        """Return what a trial's blocks can be at best, as a fluid."""
+        if trial not in self._fluid:
+            ways = [self.wishes.wanted(trial.depth)] if trial.depth > 1 else []
+            if ways and self.wishes.schedule_is_open:
+                ways += self.other_schedules(trial)
+            self._fluid[trial] = self._proofs.best(trial, ways, self.estimates.microbatch_s(trial))
+        return self._fluid[trial]
+
+    def is_open(self, one: Solved) -> bool:
+        """Return whether a trial may become another that recomputes less."""
+        return one.trial.recompute != "none" and one.solution.status != "infeasible"
+
+    def lightest_s(self, trial: Trial) -> float:
+        """Return a bound of a trial's mesh whatever is recomputed."""
+        return self.known_bound_s(replace(trial, recompute="none"))
+
+    def other_schedules(self, trial: Trial) -> list[Wanted]:
+        """Return the schedules of a pipeline beside the simplest."""
+        most = self.solving.rough(trial.recompute, self.wishes).blocks // trial.depth
+        found = [Wanted(trial.depth, "zb_h1")]
+        if "interleave" not in self.wishes.never and trial.microbatches >= trial.depth:
+            times = sorted({each for each in (2, 4, min(8, most)) if 1 < each <= most})
+            found += [Wanted(trial.depth, "interleaved_1f1b", each) for each in times]
+            found += [Wanted(trial.depth, "zbv", 2)] if most >= 2 else []
+        return found
+
+    def is_beaten(self, trial: Trial) -> bool:
+        """Return whether no plan of a trial is known to be faster than the best, less being recomputed where it may."""
+        return self.is_good(self._hoped_s(trial))
+
+    def _hoped_s(self, trial: Trial) -> float:
+        """Return a bound of what a trial may become: a proven one, or that of recomputing all less what that wastes."""
+        return max(self.lightest_s(trial), self.known_bound_s(trial) / self.slack(trial))
+
+    def known_bound_s(self, trial: Trial) -> float:
+        """Return a bound from what was relaxed before."""
+        found = [self.free_s.get(kin(replace(trial, recompute="none")), 0.0), self.estimates.bound_s(trial)]
+        # Stages on their mesh, one after another, are the whole program on it.
+        whole_s = max(self.free_s.get(kin(Trial(ranks)), 0.0) for ranks in freer(trial.ranks))
+        return max(*found, whole_s / self.solving.at_once(trial))
+
+    def relax(self, trial: Trial) -> Waiting | None:
+        """Return a trial with the bound of its relaxation; `None` if it is impossible, which is noted."""
+        found = self.solving.bound(trial, self.wishes, self.left_to_try_s)
+        if found.free_s:
+            self.free_s[kin(trial)] = max(found.free_s, self.free_s.get(kin(trial), 0.0))
+        if isinstance(found, Solved):
+            self.solved.append(found)
+            return None
+        return found
+
+    def give_up(self, trials: Iterable[Trial]) -> None:
+        """Leave trials out, each with its bound and why."""
+        for trial in trials:
+            bound, hoped_s = self.known_bound_s(trial), self._hoped_s(trial)
+            sure = self.solving.proves(trial) and self.is_good(self.lightest_s(trial))
+            why = f"{'at least' if sure else 'about'} {hoped_s:.4g} s"
+            if not self.is_beaten(trial):
+                self.left.add(trial)
+                why = "not tried: others looked better"
+            if bound == inf:
+                why = self.estimates.no_price.get(shape_of(trial).width, WHY_NOT["infeasible"])
+            late = bound < inf and self.best is None and self.left_s <= 0
+            solution = Solution("time_limit" if late else "cutoff", (), inf, bound)
+            self.solved.append(Solved(trial, solution, why_not=WHY_NOT["time_limit"] if late else why))
+
+
+def kin(trial: Trial) -> tuple[object, ...]:
+    """Return what bounds without memory limit are known by."""
+    return trial.mesh, trial.depth, trial.recompute
+
+
+def without(trial: Trial) -> tuple[object, ...]:
+    """Return the kin of a trial with nothing recomputed."""
+    return kin(replace(trial, recompute="none"))
