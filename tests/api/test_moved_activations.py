@@ -21,7 +21,7 @@ from tests.support.remembering import remembered
 from tests.support.training import Trained, train
 
 VOCAB, WIDTH, ROWS = 512, 128, 16
-CALIBRATED = Path(__file__).parents[2] / "benchmarks" / "testbed" / "cluster_1gbit_calibrated.yaml"
+CATALOGUED = Path(__file__).parents[2] / "benchmarks" / "testbed" / "cluster_1gbit.yaml"
 FEW, MANY = 8, 4096
 """Tokens of a batch, whose table of `VOCAB` rows weighs more and less than they do."""
 
@@ -94,7 +94,7 @@ def test_where_the_batch_outweighs_the_table_or_nothing_may_move_the_batch_split
 def test_what_is_gathered_for_the_gradient_of_tokens_serves_that_of_positions():
     model, batch = SCENARIOS["gpt_balanced"].build()
 
-    plan = autopar.plan(model, CALIBRATED, example_inputs=batch, fix={"pp": 1}, optimizer="adamw")
+    plan = autopar.plan(model, CATALOGUED, example_inputs=batch, fix={"pp": 1}, optimizer="adamw")
 
     made = plan.decisions.operators["embedding_dense_backward"]
     alike = [each for each in plan.decisions.operators.values() if each.inputs[:1] == made.inputs[:1]]
