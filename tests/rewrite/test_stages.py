@@ -226,9 +226,16 @@ def test_a_count_is_raised_by_every_stage_that_reads_it(wholes):
 
 def test_statistics_that_two_stages_change_are_refused():
     whole = Whole.of(Again(), (torch.randn(4, 8),))
+    stages = [["layers.0"], ["layers.1"]]
 
     with pytest.raises(InfeasibleError, match=r"buffer norm\.running_\w+ is read on pipeline stage 0 .* on stage 1"):
-        cut(whole, 2)
+        run_stages(whole, decide(whole.captured.graph, mesh_of()), stages)
+
+
+def test_layers_that_change_the_same_statistics_are_one_block():
+    whole = Whole.of(Again(), (torch.randn(4, 8),))
+
+    assert [unit.path for unit in units(whole.captured.graph)] == ["layers.0"]
 
 
 @pytest.mark.parametrize(
