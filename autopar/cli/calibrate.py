@@ -36,7 +36,7 @@ def calibrate(
     is a rank, and the first one writes. The table of figures with their spread goes to stderr.
     """
     from autopar.api.calibrating import described, imported, is_launched, launch, measured
-    from autopar.report.calibration import calibration_text
+    from autopar.report.calibration import calibration_text, disturbed
 
     if output is not None:
         require_writable(output)
@@ -50,6 +50,9 @@ def calibrate(
         return launch(_node_ranks(spec, ranks), _arguments(output, cluster, quick=quick))
     if found is not None:
         sys.stderr.write(calibration_text(found))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if said := disturbed(found, cores):
+            sys.stderr.write(f"warning: {said}\n")
         write(found.to_json(), output)
     return 0
 
