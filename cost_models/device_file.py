@@ -73,7 +73,7 @@ def read_device(name: str, section: Section) -> DeviceSpec:
         matmul_best=_best(section, base),
         matmul_half=_half(section, base.matmul_half),
         attention_efficiency=_fraction(section, "attention_efficiency", base.attention_efficiency),
-        attention_half=section.number("attention_half", base.attention_half),
+        attention_half=_keys(section, base.attention_half),
         attention_block=section.count("attention_block") if "attention_block" in section else base.attention_block,
         kernel_launch_s=section.quantity("kernel_launch", units.parse_time, base.kernel_launch_s),
         transcendentals_per_s=section.number("transcendentals_per_second", base.transcendentals_per_s),
@@ -145,6 +145,15 @@ def _fraction(section: Section, key: str, default: float) -> float:
     value = section.quantity(key, units.parse_fraction, default)
     if not 0 < value <= 1:
         raise section.error(f"must be more than 0 and at most 1, but is {section[key]!r}", key)
+    return value
+
+
+def _keys(section: Section, default: float) -> float:
+    value = section.number("attention_half", default)
+    if value < 0:
+        raise section.error(
+            f"must be a number of keys, 0 where any number is as good, but is {value!r}", "attention_half"
+        )
     return value
 
 
