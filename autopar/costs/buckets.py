@@ -2,8 +2,10 @@
 
 A reduction of its own can start as soon as its gradient is there, but each call costs latency; a merged one waits for
 its last member. Reductions of one mesh axis run one after another, in the order in which their gradients become
-ready, so the best merging is a cut of that sequence into runs. It is found exactly: of all cuts, the one after which
-the step ends first, and of those equally good, the one with the fewest calls.
+ready, so the best merging is a cut of that sequence into runs. What each takes from computation (a CPU's transfers, a
+GPU's multiprocessors) delays the gradients behind it. Of all cuts that one is taken after which the step ends first,
+and of those equally good, the one with the fewest calls; that is exact where what a call takes from computation is a
+constant and a share of its bytes.
 
 Gathers are the same seen backwards in time: one must be over when its first parameter is read.
 """
@@ -14,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autopar.costs.issued import Issued
 from autopar.costs.links import Links, Message
@@ -70,57 +73,64 @@ def bucketed(
     reductions: Sequence[Reduction],
     seconds: Seconds,
     end_s: float,
-    call_s: float,
+    issue_s: Seconds,
     enough: float = LATENCY_SHARE,
     most_bytes: float = math.inf,
     patience: float = PATIENCE,
 ) -> list[list[Reduction]]:
     """Return the reductions of one axis and dtype, in the order of readiness, cut into runs that travel together.
 
-    `end_s` is when the computation of the backward pass ends, `call_s` what each call takes from it. Runs are not
-    made longer where that saves less than the share `enough` of their seconds, or than the share `patience` of what
-    it holds back (with 0 every cut is looked at), nor larger than `most_bytes`.
+    `end_s` is when the computation of the backward pass ends, `issue_s` what of a reduction's seconds computation gives
+    for it, so that all that follows comes later; its link is taken for all of them. Runs are not made longer where that
+    saves less than the share `enough` of their seconds, or than the share `patience` of what it holds back (with 0
+    every cut is looked at), nor larger than `most_bytes`.
     """
     ready = sorted(reductions, key=lambda each: each.ready_s)
     if not ready:
         return []
-    # reached[j][calls]: when the first j are reduced at the earliest, with so many calls, and where the last run began.
-    reached: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    # reached[j][calls]: when the first j are reduced at the earliest, with so many calls, by how much computation comes
+    # later then, and where the last run began.
+    reached: list[dict[int, _Reached]] = [{0: (0.0, 0.0, 0)}]
     for stop in range(1, len(ready) + 1):
-        best: dict[int, tuple[float, int]] = {}
-        size = 0
+        best: dict[int, _Reached] = {}
+        size, last = 0, ready[stop - 1]
         for start in range(stop - 1, -1, -1):
             size += ready[start].bytes
             if start < stop - 1 and size > most_bytes:
                 break
-            taken = seconds(size)
+            taken, issued = seconds(size), issue_s(size)
             if start < stop - 1:
-                earlier_s = seconds(size - ready[stop - 1].bytes)
-                saved_s = call_s + earlier_s + seconds(ready[stop - 1].bytes) - taken
-                if patience and patience * min(earlier_s, ready[stop - 1].ready_s - ready[start].ready_s) > saved_s:
+                earlier = size - last.bytes
+                earlier_s = seconds(earlier)
+                saved_s = earlier_s + seconds(last.bytes) - taken
+                saved_s += issue_s(earlier) + issue_s(last.bytes) - issued
+                if patience and patience * min(earlier_s, last.ready_s - ready[start].ready_s) > saved_s:
                     break
-            for calls, (free, _) in reached[start].items():
-                done = max(free, ready[stop - 1].ready_s) + taken
+            for calls, (free, later, _) in reached[start].items():
+                done = max(free, last.ready_s + later) + taken
                 if calls + 1 not in best or done < best[calls + 1][0]:
-                    best[calls + 1] = (done, start)
+                    best[calls + 1] = (done, later + issued, start)
             if start < stop - 1 and 2 * taken - seconds(2 * size) < enough * taken:
                 break
         reached.append(_worth_their_calls(best))
-    calls = min(reached[-1], key=lambda n: (max(reached[-1][n][0], end_s) + n * call_s, n))
+    calls = min(reached[-1], key=lambda n: (max(reached[-1][n][0], end_s + reached[-1][n][1]), n))
     runs: list[list[Reduction]] = []
     stop = len(ready)
     while stop:
-        start = reached[stop][calls][1]
+        start = reached[stop][calls][2]
         runs.append(ready[start:stop])
         stop, calls = start, calls - 1
     return runs[::-1]
 
 
-def _worth_their_calls(found: dict[int, tuple[float, int]]) -> dict[int, tuple[float, int]]:
+_Reached = tuple[float, float, int]
+
+
+def _worth_their_calls(found: dict[int, _Reached]) -> dict[int, _Reached]:
     """Return those numbers of calls that are done earlier than with any smaller number."""
-    kept: dict[int, tuple[float, int]] = {}
+    kept: dict[int, _Reached] = {}
     for calls in sorted(found):
-        if not kept or found[calls][0] < min(done for done, _ in kept.values()):
+        if not kept or found[calls][0] < min(done for done, _, _ in kept.values()):
             kept[calls] = found[calls]
     return kept
 
@@ -155,14 +165,9 @@ def runs_of(
     runs: list[tuple[Issued, ...]] = []
     for (op, axis, _, phase, _), members in kinds.items():
         most = math.inf if op == "all_reduce" else spare_bytes / 2
-        known: dict[int, float] = {}
-
-        def seconds(size: int, op: str = op, axis: int = axis, known: dict[int, float] = known) -> float:
-            if size not in known:
-                known[size] = links.message_s(Message(op, axis, size))
-            return known[size]
-
-        found = bucketed(members, seconds, clock.whole_s[phase], links.blocking_s(axis), most_bytes=most)
+        seconds = cache(lambda size, op=op, axis=axis: links.message_s(Message(op, axis, size)))
+        issue_s = cache(lambda size, op=op, axis=axis: links.shown_s(Message(op, axis, size)))
+        found = bucketed(members, seconds, clock.whole_s[phase], issue_s, most_bytes=most)
         for run in found:
             ordered = sorted(run, key=lambda each: each.number) if op == "all_gather" else run
             if len(run) > 1:

@@ -288,6 +288,10 @@ class Links:
             return max(0.0, rest - self._price_of(message).host_s)
         return self.overlap(message.axis) * max(0.0, rest)
 
+    def shown_s(self, message: Message) -> float:
+        """Return the seconds of a collective that computation gives for it, whatever it runs beside."""
+        return self.message_s(message) - self.hidable_s(message)
+
     def overlap(self, axis: int) -> float:
         """Return the share of a collective along an axis that computation can run behind: `cost_models.overlap`."""
         return self._overlap[axis]

@@ -193,8 +193,9 @@ class _Builder:
         size = links.sizes[message.axis]
         return Task(
             name=collective_name(message.op, issued.tensor, axis, issued.phase),
-            seconds=hidden,
+            seconds=alone,
             issue_s=taken - hidden,
+            within_s=alone - hidden,
             stream=axis,
             link=links.level(message.axis),
             phase=issued.phase,

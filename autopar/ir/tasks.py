@@ -31,6 +31,10 @@ class Task:
     issue_s: float = 0.0
     """Of a collective, the seconds that issuing it takes from the stream of computations."""
 
+    within_s: float = 0.0
+    """Of `issue_s`, what it takes while it is under way (a core's work on its bytes, a kernel's multiprocessors), and
+    not before it begins."""
+
     makes_bytes: int = 0
     memory_of: int | None = None
     """The task whose memory its result is, if it makes none of its own: a view's."""

@@ -4,8 +4,10 @@ Computations run one after another; a collective begins when it is issued in the
 those before it on its stream are done. Collectives of several streams on one link level share its bandwidth evenly.
 What reads a collective's result waits for it; that wait, and what issuing takes, is its exposed time.
 
-Not modelled: latency, which two collectives at once need not share, and the slowdown of computation beside them,
-which is priced into `issue_s`.
+What a collective takes from computation while it is under way is taken when it is issued; its link is busy for all of
+its seconds nevertheless, so what queues behind it does not begin earlier.
+
+Not modelled: latency, which two collectives at once need not share.
 """
 
 from __future__ import annotations
@@ -106,9 +108,10 @@ def replay(tasks: Sequence[Task], order: Sequence[int]) -> Replay:
                 wait(read)
         if task.communicates:
             start[index] = now
+            begun = now + task.issue_s - task.within_s
             now += task.issue_s
             exposed[index] += task.issue_s
-            links.setdefault(task.link, _Link(end)).issue(index, task.stream, now, task.seconds)
+            links.setdefault(task.link, _Link(end)).issue(index, task.stream, begun, task.seconds)
         else:
             start[index] = now
             now += task.seconds

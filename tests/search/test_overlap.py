@@ -28,6 +28,7 @@ def steps(draw: st.DrawFn) -> list[Task]:
         )
         earlier = [i for i in range(place) if not gathers or not tasks[i].communicates]
         reads = tuple(draw(st.sets(st.sampled_from(earlier), max_size=3))) if earlier else ()
+        issue_s = 0.0 if stream == COMPUTE else draw(st.sampled_from([0.0, 0.25]))
         tasks.append(
             Task(
                 name=f"t{place}",
@@ -36,7 +37,8 @@ def steps(draw: st.DrawFn) -> list[Task]:
                 reads=reads,
                 stream=stream,
                 link="" if stream == COMPUTE else draw(st.sampled_from(["node", "rack"])),
-                issue_s=0.0 if stream == COMPUTE else draw(st.sampled_from([0.0, 0.25])),
+                issue_s=issue_s,
+                within_s=draw(st.sampled_from([0.0, issue_s])),
                 makes_bytes=draw(st.integers(0, 5)),
                 kept=draw(st.booleans()),
                 gathers=gathers,
@@ -81,6 +83,16 @@ def gather(name: str, seconds: float = 1.0, held: int = 10) -> Task:
     return Task(
         name=name, seconds=seconds, phase="forward", stream="dp", link="node", gathers=name, makes_bytes=held, kind=0
     )
+
+
+def test_a_link_is_busy_while_computation_pays_for_what_it_carries():
+    first = replace(gather("a"), issue_s=0.5, within_s=0.375)
+    tasks = [first, replace(first, name="b"), compute("x", 0, 1)]
+
+    found = replay(tasks, range(3))
+
+    assert found.end_s == (1.125, 2.125, 3.125)
+    assert found.exposed_s == (0.5 + 0.125, 0.5 + 1.0, 0.0)
 
 
 def test_a_gather_is_issued_behind_the_operators_before_its_use():
