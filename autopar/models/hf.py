@@ -27,10 +27,14 @@ _HEADS: tuple[tuple[str, str], ...] = (
     ("AutoModelForAudioClassification", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
     ("AutoModelForSemanticSegmentation", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES"),
     ("AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
+    ("AutoModelForVideoClassification", "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES"),
+    ("AutoModelForTimeSeriesPrediction", "MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES"),
 )
 """Heads whose forward returns a loss, the most usual for training an architecture first; else the bare model."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+_FEATURES = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins")
+"""Settings that tell how many numbers a frame of sound has, where frames come before them."""
 _DEFAULT_BATCH = 8
 _DEFAULT_SEQ = 128
 
@@ -182,13 +186,31 @@ def inputs(model: nn.Module, batch: int | None, seq: int | None) -> dict[str, In
     length = seq or (min(_DEFAULT_SEQ, limit) if limit and limit > 0 else _DEFAULT_SEQ)
     given = _main_input(model, config, text, size, length)
     if "input_ids" in wanted and "pixel_values" in given and "return_loss" in wanted:
-        given = {"input_ids": InputSpec((size, length), text.vocab_size), **given}
+        given = {"input_ids": InputSpec((size, length), _vocabulary(config, text)), **given}
     labels = _labels(model, config, text, size, length, given)
     if labels is not None and "labels" in wanted:
         given["labels"] = labels
     elif "decoder_input_ids" in wanted and config.is_encoder_decoder:
-        given["decoder_input_ids"] = InputSpec((size, length), text.vocab_size)
+        given["decoder_input_ids"] = InputSpec((size, length), _vocabulary(config, text))
+    if "future_values" in wanted and "past_values" in given:
+        channels = given["past_values"].shape[-1]
+        given["future_values"] = InputSpec((size, config.prediction_length, channels))
     return given
+
+
+def _vocabulary(config: Any, text: Any) -> int:
+    """Return how many values token ids have."""
+    found = getattr(text, "vocab_size", None)
+    if isinstance(found, int):
+        return found
+    raise _unknown(config, "token ids, and its configuration has no vocab_size")
+
+
+def _unknown(config: Any, what: str) -> UsageError:
+    return UsageError(
+        f"hf:{config.model_type} reads {what}, and autopar does not know how to make one; write a factory that "
+        "returns (model, example_inputs), and name it as path/to/file.py:factory"
+    )
 
 
 def _main_input(model: nn.Module, config: Any, text: Any, size: int, length: int) -> dict[str, InputSpec]:
@@ -198,25 +220,38 @@ def _main_input(model: nn.Module, config: Any, text: Any, size: int, length: int
         main = "pixel_values"
     match main:
         case "input_ids":
-            return {"input_ids": InputSpec((size, length), text.vocab_size)}
+            return {"input_ids": InputSpec((size, length), _vocabulary(config, text))}
         case "pixel_values":
             edges = getattr(vision, "image_size", 224)
             height, width = edges if isinstance(edges, tuple | list) else (edges, edges)
             channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
-            return {"pixel_values": InputSpec((size, channels, height, width))}
-        case "input_features":
+            frames = (vision.num_frames,) if isinstance(getattr(vision, "num_frames", None), int) else ()
+            return {"pixel_values": InputSpec((size, *frames, channels, height, width))}
+        case "input_features" if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
             return {"input_features": InputSpec((size, config.num_mel_bins, 2 * config.max_source_positions))}
-        case "input_values" if hasattr(config, "num_mel_bins"):
+        case "input_features" if (spec := _frames(config, size, length)) is not None:
+            return {"input_features": spec}
+        case "past_values" if hasattr(config, "num_input_channels") and hasattr(config, "context_length"):
+            return {"past_values": InputSpec((size, config.context_length, config.num_input_channels))}
+        case "input_values" if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
             return {"input_values": InputSpec((size, config.max_length, config.num_mel_bins))}
-        case "input_values":
+        case "input_values" if hasattr(config, "conv_stride"):
             samples = 1
-            for stride in getattr(config, "conv_stride", ()):
+            for stride in config.conv_stride:
                 samples *= stride
             return {"input_values": InputSpec((size, samples * (length + 1)))}
-    raise UsageError(
-        f"hf:{config.model_type} reads {main!r}, and autopar does not know how to make one; write a factory that "
-        "returns (model, example_inputs), and name it as path/to/file.py:factory"
-    )
+    raise _unknown(config, repr(main))
+
+
+def _frames(config: Any, size: int, length: int) -> InputSpec | None:
+    """Return frames of sound, of numbers each, of which `length` are left once shortened; `None` if not told how."""
+    heard = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
+    numbers = next((getattr(heard, name) for name in _FEATURES if isinstance(getattr(heard, name, None), int)), None)
+    if numbers is None:
+        return None
+    shortened = getattr(heard, "subsampling_factor", 4)
+    frames = min(shortened * length, getattr(heard, "max_source_positions", shortened * length))
+    return InputSpec((size, frames, numbers))
 
 
 _LabelKind = Literal["token", "token_class", "class", "pixel", "none"]
@@ -237,7 +272,7 @@ def _labels(
     kind = next((kind for part, kind in _LABELS if part in type(model).__name__), "none")
     match kind:
         case "token":
-            return InputSpec((size, length), text.vocab_size)
+            return InputSpec((size, length), _vocabulary(config, text))
         case "token_class":
             return InputSpec((size, length), config.num_labels)
         case "class":

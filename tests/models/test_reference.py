@@ -168,3 +168,26 @@ def test_models_of_transformers_are_on_meta(name: str):
     tensors = [*found.model.parameters(), *found.example_inputs.values()]
     assert {each.device.type for each in tensors} == {"meta"}
     assert "labels" in found.example_inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("hf:speech_to_text", {"input_features": (4, 128, 80), "labels": (4, 32)}),
+        ("hf:parakeet_ctc", {"input_features": (4, 256, 80)}),
+        ("hf:videomae", {"pixel_values": (4, 16, 3, 224, 224), "labels": (4,)}),
+        ("hf:patchtst", {"past_values": (4, 32, 1), "future_values": (4, 24, 1)}),
+    ],
+)
+def test_inputs_of_sound_videos_and_series_follow_the_configuration(name: str, wanted: dict[str, tuple[int, ...]]):
+    found = resolve(name, batch=4, seq=32).example_inputs
+
+    assert isinstance(found, dict)
+    assert {each: tuple(tensor.shape) for each, tensor in found.items()} == wanted
+
+
+def test_inputs_that_no_setting_tells_are_refused_with_the_way_out():
+    with pytest.raises(
+        UsageError, match=r"^hf:canine reads token ids, and its configuration has no vocab_size, .*factory"
+    ):
+        resolve("hf:canine", batch=4, seq=32)
