@@ -391,8 +391,19 @@ def _load_yaml(text: str, origin: str) -> object:
         _require_single_keys(root, origin)
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date, or a number with too many digits
-        message = f"{origin}: is no YAML: {' '.join(str(error).split())}"
+        message = f"{origin}: is no YAML: {_told(error)}"
         raise ClusterError(message) from None
+
+
+def _told(error: Exception) -> str:
+    """Return what is wrong in a line: the parser's words, and where, counted from 1."""
+    import yaml
+
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        while_ = f" {error.context}" if error.context else ""
+        return f"{error.problem}{while_}, in line {mark.line + 1}, column {mark.column + 1}"
+    return " ".join(str(error).split())
 
 
 def _require_single_keys(root: Any, origin: str) -> None:

@@ -35,7 +35,8 @@ def degrees(fixed: Mapping[str, int], forbidden: Sequence[str], devices: int) ->
         )
     return InfeasibleError(
         f"{said}: the degrees use {product} of {devices} devices and nothing may use the remaining factor "
-        f"{devices // product}; raise a degree, leave one free, or take a cluster of {product} devices"
+        f"{devices // product}; raise a degree, leave one free, or take a cluster of {product} "
+        f"device{'s' if product > 1 else ''}"
     )
 
 

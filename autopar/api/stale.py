@@ -50,12 +50,11 @@ def _program(plan: Plan, graph: Graph) -> list[str]:
         if names:
             shown = ", ".join(sorted(names)[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
             differs.append(f"{len(names)} {what} parameters or buffers: {shown}")
+    of_target = {each.target: each.output for each in plan.decisions.operators.values()}  # names of operators move
     shapes = [
-        f"{op.target}: planned {known.output}, got {op.outputs[0]}"
+        f"{op.target}: planned {known}, got {op.outputs[0]}"
         for op in graph.ops
-        if (known := plan.decisions.operators.get(op.name)) is not None
-        and op.kind != "call"
-        and known.output != op.outputs[0]
+        if op.kind != "call" and (known := of_target.get(op.target)) is not None and known != op.outputs[0]
     ]
     differs += shapes[:_SHOWN]
     targets = {name for name in plan.decisions.operators if name in graph.by_name}

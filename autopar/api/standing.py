@@ -15,7 +15,7 @@ from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
 from autopar.api.turns import turn_s
 from autopar.api.wishes import Wishes
 from autopar.api.works import Works
-from autopar.figures import format_bytes
+from autopar.figures import format_bytes, format_seconds
 from autopar.search.ilp import Solution
 from autopar.search.meshes import freer
 from autopar.search.trials import Trial
@@ -211,7 +211,7 @@ class Standing:
         for trial in trials:
             bound, hoped_s = self.known_bound_s(trial), self._hoped_s(trial)
             sure = self.solving.proves(trial) and self.is_good(self.lightest_s(trial))
-            why = f"{'at least' if sure else 'about'} {hoped_s:.4g} s"
+            why = f"{'at least' if sure else 'about'} {format_seconds(hoped_s)}"
             if not self.is_beaten(trial):
                 self.left.add(trial)
                 why = "not tried: others looked better"

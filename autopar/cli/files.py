@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from errno import EACCES
 from pathlib import Path
 
 from autopar.errors import UsageError
@@ -37,5 +38,13 @@ def require_writable(output: Path) -> None:
         raise UsageError(f"cannot write {output}: {error.strerror}; choose another -o FILE") from error
     if output.is_dir():
         raise UsageError(f"cannot write {output}: Is a directory; choose another -o FILE")
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise UsageError(f"cannot write {output}: Permission denied; choose another -o FILE")
+    is_new = not output.exists()
+    try:
+        if is_new or output.is_file():
+            output.open("ab").close()  # os.access says yes to root, whatever the file system
+        elif not os.access(output, os.W_OK):
+            raise PermissionError(EACCES, "Permission denied")
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}; choose another -o FILE") from error
+    if is_new:
+        output.unlink(missing_ok=True)  # of several ranks

@@ -115,6 +115,11 @@ def _fewer(model: nn.Module, config: Any) -> Shallow | None:
     return shallow(model, few)
 
 
+def _is_offered(name: str, found: Any) -> bool:
+    """Return whether a module's `name` may be what a mistyped factory meant."""
+    return not name.startswith("_") and (callable(found) or isinstance(found, type))
+
+
 def _factory(
     reference: str, place: str, attribute: str, sizes: Mapping[str, int | None], overrides: Mapping[str, str]
 ) -> ModelRef:
@@ -123,7 +128,8 @@ def _factory(
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
+            has_names = hasattr(found, "__dict__")
+            public = [name for name, each in vars(found).items() if _is_offered(name, each)] if has_names else []
             raise UsageError(f"{place} has no {part!r}{did_you_mean(part, public)} (reference {reference!r})")
         found = getattr(found, part)
     made = found if isinstance(found, nn.Module) else _call(reference, found, sizes, overrides)
@@ -212,12 +218,21 @@ def _as_declared(key: str, text: str, parameter: inspect.Parameter | None) -> An
     return text if declared is inspect.Parameter.empty or declared is None else parse_setting(key, text, declared)
 
 
+def _what(made: Any) -> str:
+    """Return what a factory gave instead of a model, in the user's words."""
+    if isinstance(made, type):
+        return f"the class {made.__name__} instead of an instance"
+    if not isinstance(made, tuple | list):
+        return f"a value of type {type(made).__name__}"
+    said = f"a {type(made).__name__} of {len(made)}"
+    return f"{said}, whose first is {_what(made[0])}" if len(made) == 2 else said
+
+
 def _parts(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | dict[str, Any] | None]:
     if isinstance(made, nn.Module):
         return made, None
     if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        what = f"a value of type {type(made).__name__}" if not isinstance(made, tuple) else f"a tuple of {len(made)}"
-        raise UsageError(f"{reference} returned {what}, and must return a model or (model, example_inputs)")
+        raise UsageError(f"{reference} returned {_what(made)}, and must return a model or (model, example_inputs)")
     model, inputs = made
     if isinstance(inputs, torch.Tensor):
         return model, (inputs,)

@@ -39,8 +39,10 @@ def no_such_node(plan: Plan, node: str) -> UsageError:
     decided = plan.decisions
     modules = {each.module for each in decided.operators.values() if each.module}
     known = [*decided.parameters, *decided.operators, *sorted(modules)]
+    ends = [each for each in known if each.endswith(f".{node}")]
+    meant = f" (did you mean {ends[0]!r}?)" if ends else did_you_mean(node, known)
     return UsageError(
-        f"the plan has no parameter, operator or module {node!r}{did_you_mean(node, known)}; of equal layers it holds "
+        f"the plan has no parameter, operator or module {node!r}{meant}; of equal layers it holds "
         "the first only. `autopar show PLAN --format json` has every name"
     )
 

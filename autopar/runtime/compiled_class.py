@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar._torch import is_dtensor
-from autopar.runtime.errors import compiled_not_pickled, not_resized, not_saved
+from autopar.runtime.errors import compiled_not_pickled, dtype_not_changed, not_resized, not_saved
 from autopar.runtime.initialising import apply_whole
 from autopar.runtime.loops import warn_of_sums
 from autopar.runtime.own_states import OwnState, distributed
@@ -56,6 +56,17 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         warn_of_sums(self, _runner(self))
         yield from kind.named_parameters(self, *args, **kwargs)
 
+    def convert(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Apply what `.to`, `.half` and the like ask for, unless it changes a dtype."""
+        held = [each for m in self.modules() for each in (*m._parameters.values(), *m._buffers.values())]
+        for planned in sorted({each.dtype for each in held if each is not None}, key=str):
+            asked = fn(torch.empty(0, dtype=planned)).dtype
+            if asked is not planned:
+                raise dtype_not_changed(kind.__name__, _word(planned), _word(asked))
+        base: Any = kind
+        converted: nn.Module = base._apply(self, fn, recurse)
+        return converted
+
     def refuse_pickle(self: nn.Module, _protocol: Any) -> NoReturn:
         raise compiled_not_pickled(kind.__name__)
 
@@ -64,11 +75,16 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         "named_parameters": named_parameters,
         "__deepcopy__": deep_copy,
         "__reduce_ex__": refuse_pickle,
+        "_apply": convert,
     }
     if kind.apply is nn.Module.apply:
         own["apply"] = apply
     own |= _of_states(kind) | _of_transformers(kind)
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **own})
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _runner(model: nn.Module) -> Runner:

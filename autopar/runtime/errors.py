@@ -189,8 +189,32 @@ def input_differs(path: str, wanted: TensorMeta, local: tuple[int, ...], got: Te
     whole = f" (this rank's part of {wanted})" if local != wanted.shape else ""
     return InputMismatchError(
         f"argument {path} is {got}, and the plan was made for {TensorMeta(local, wanted.dtype)}{whole}\n"
-        "bring inputs of the planned shapes (drop_last=True, for a last batch that is smaller), or plan again with "
-        "example_inputs of this form"
+        f"{_bring(local, wanted, got)}, or plan again with example_inputs of this form"
+    )
+
+
+def _bring(local: tuple[int, ...], wanted: TensorMeta, got: TensorMeta) -> str:
+    """Return what to do about such an input, as the beginning of a sentence."""
+    if got.shape == local:
+        return f"bring it as {wanted.dtype} (.to(torch.{wanted.dtype}))"
+    smaller = bool(local and got.shape) and got.shape[1:] == local[1:] and got.shape[0] < local[0]
+    last = " (drop_last=True, for a last batch that is smaller)" if smaller else ""
+    return f"bring inputs of the planned shapes{last}"
+
+
+def input_on_meta(path: str) -> InputMismatchError:
+    """Return the error for an input on meta, which has no values."""
+    return InputMismatchError(
+        f"argument {path} is on meta and has no values; bring it on this rank's device or on the CPU"
+    )
+
+
+def dtype_not_changed(kind: str, planned: str, asked: str) -> UsageError:
+    """Return the error for a compiled model whose parameters are to get another dtype, as `.half()` does."""
+    return UsageError(
+        f"a compiled {kind} cannot be converted from {planned} to {asked}: its programs compute with {planned} "
+        "parameters. Convert the model before autopar.compile, or choose the precision of the computation there "
+        "(precision='bf16')"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.ir.tensor import TensorMeta
-from autopar.runtime.errors import input_differs, input_not_graded
+from autopar.runtime.errors import input_differs, input_not_graded, input_on_meta
 from autopar.runtime.program import Call
 
 
@@ -25,12 +25,13 @@ class Expected:
         return all(
             tensor.shape == shape
             and tensor.dtype is dtype
+            and not tensor.is_meta
             and (not grad or not tensor.requires_grad or wanted.requires_grad)
             for tensor, (shape, dtype), wanted in zip(tensors, self.local, self.call.tensors, strict=True)
         )
 
     def mismatch(self, tensors: Sequence[torch.Tensor], *, grad: bool) -> Exception | None:
-        """Return the error for the first tensor of another shape or dtype than planned.
+        """Return the error for the first tensor of another shape or dtype than planned, or without values.
 
         With `grad` also for one that is to get a gradient which the program does not compute.
         """
@@ -38,6 +39,8 @@ class Expected:
             if tensor.shape != shape or tensor.dtype is not dtype:
                 got = TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
                 return input_differs(wanted.path, wanted.meta, tuple(shape), got)
+            if tensor.is_meta:
+                return input_on_meta(wanted.path)
             if grad and tensor.requires_grad and not wanted.requires_grad:
                 return input_not_graded(wanted.path)
         return None

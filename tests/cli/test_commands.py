@@ -147,6 +147,7 @@ WRONG = [
     (["plan", "zoo:mlp", "-c", "cpu:4", "--fix", "tp=2", "--forbid", "tp"], "--fix tp=2 and --forbid tp contradict"),
     (["plan", "zoo:mlp", "-c", "cpu:4", "--constraint", "w@tp"], "--constraint 'w@tp': does not read as a constraint"),
     (["plan", "zoo:mlp", "-c", "cpu:4", "-o", "train.py/x.json"], "cannot write train.py/x.json: "),
+    (["plan", "zoo:mlp", "-c", "cpu:4", "-o", "/proc/plan.json"], "cannot write /proc/plan.json: "),
     (["plan", "zoo:mlp", "-c", "cpu:4", "-o", "."], "cannot write .: Is a directory; choose another -o FILE"),
     (["show", "none.json"], "cannot read the plan none.json: No such file or directory"),
     (["show", "."], "cannot read the plan .: Is a directory"),

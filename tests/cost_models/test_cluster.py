@@ -323,7 +323,13 @@ def test_a_wrong_cluster_text_is_refused_with_the_ways_to_write_one(text, messag
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a: [", "is no YAML"), ("- 1", "the document must be a mapping"), ("", "must be a mapping")]
+    ("text", "message"),
+    [
+        ("a: 1\nb: [", r"is no YAML: expected the node content, .* in line 2, column 5"),
+        ("\tname: x", r"is no YAML: found character '\\t' that cannot start any token .* in line 1, column 1"),
+        ("- 1", "the document must be a mapping"),
+        ("", "must be a mapping"),
+    ],
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text, message):
     path = tmp_path / "c.yaml"

@@ -36,6 +36,12 @@ def helper():
 def number():
     return 5
 
+def kind():
+    return nn.Linear
+
+def kind_and_input():
+    return nn.Linear, (torch.zeros(4, 8),)
+
 def wrong_inputs():
     return nn.Linear(8, 8), 7
 
@@ -90,6 +96,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "attribute": ("FILE:pear", {}, "has no 'pear' (did you mean 'pair'?)"),
     "raises": ("FILE:fails", {}, "RuntimeError: no data\n  at FILE:20: raise RuntimeError"),
     "returns": ("FILE:number", {}, "returned a value of type int, and must return a model or (model, example_inputs)"),
+    "class": ("FILE:kind", {}, "returned the class Linear instead of an instance, and must return a model or"),
+    "class in pair": ("FILE:kind_and_input", {}, "returned a tuple of 2, whose first is the class Linear instead of"),
+    "not an import": ("FILE:torhc", {}, "has no 'torhc' (reference"),
     "inputs": ("FILE:wrong_inputs", {}, "returned example inputs of type int"),
     "no function": ("FILE:value", {}, "is of type int, and must be a function"),
     "factory type": ("FILE:declared", {"overrides": {"width": "x"}}, "width is a whole number (now 8)"),

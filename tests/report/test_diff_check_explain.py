@@ -55,6 +55,11 @@ def test_an_unknown_node_is_told(small_plan: Plan):
         explain(small_plan, "up.wieght")
 
 
+def test_a_name_without_its_beginning_is_completed(small_plan: Plan):
+    with pytest.raises(UsageError, match=r"module 'weight' \(did you mean '\w+\.weight'\?\)"):
+        explain(small_plan, "weight")
+
+
 def test_a_plan_is_no_regression_of_itself(small_plan: Plan):
     found = check(small_plan, "p.json", baseline=small_plan, here=Here(small_plan.cluster, "2.13.0+cu130"))
 

@@ -152,9 +152,25 @@ def test_unfreezing_what_was_frozen_is_refused_by_name():
         mine(_batches()[0])
 
 
+def test_an_input_on_meta_is_refused_before_the_step():
+    mine = _compiled(Layers(), {})
+    with pytest.raises(InputMismatchError, match=r"argument \w+ is on meta and has no values; bring it on"):
+        mine(_batches()[0].to("meta"))
+
+
 def test_a_compiled_model_is_not_pickled():
     with pytest.raises(UsageError, match=r"a compiled Layers cannot be pickled.*state_dict\(\)"):
         torch.save(_compiled(Layers(), {}), io.BytesIO())
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, lambda m: m.to(torch.float16)])
+def test_a_compiled_model_is_not_converted(convert):
+    mine = _compiled(Layers(), {})
+    with pytest.raises(UsageError, match=r"a compiled Layers cannot be converted from float32 to float16.*precision="):
+        convert(mine)
+
+    assert mine.float().to("cpu") is mine
+    assert all(each.dtype is torch.float32 for each in mine.parameters())
 
 
 def test_a_module_replaced_after_compiling_is_named():

@@ -41,6 +41,16 @@ CASES = {
         "bring inputs of the planned shapes (drop_last=True, for a last batch that is smaller), or plan again with "
         "example_inputs of this form",
     ),
+    "input of another width": (
+        errors.input_differs("x", TensorMeta((8, 16), "float32"), (8, 16), TensorMeta((8, 15), "float32")),
+        "argument x is float32[8, 15], and the plan was made for float32[8, 16]\n"
+        "bring inputs of the planned shapes, or plan again with example_inputs of this form",
+    ),
+    "input of another dtype": (
+        errors.input_differs("x", TensorMeta((8, 16), "float32"), (8, 16), TensorMeta((8, 16), "float64")),
+        "argument x is float64[8, 16], and the plan was made for float32[8, 16]\n"
+        "bring it as float32 (.to(torch.float32)), or plan again with example_inputs of this form",
+    ),
     "peer": (
         errors.message_lost(1, 2, "relu", "forward of stage 3, micro-batch 0", "timed out.\nmore", sending=False),
         "rank 1 (stage 2) did not send 'relu', needed for the forward of stage 3, micro-batch 0: timed out\n"
