@@ -37,6 +37,14 @@ class Replayed(Protocol):
         """Return the most bytes held at once."""
 
     @property
+    def start_s(self) -> Sequence[float]:
+        """Return when each task begins; of a collective, its issue."""
+
+    @property
+    def end_s(self) -> Sequence[float]:
+        """Return when each task is done."""
+
+    @property
     def waits(self) -> Sequence[tuple[int, float, float]]:
         """Return when computation stands still for which collective."""
 
@@ -82,6 +90,7 @@ def schedule(
             break
         # What is held ahead of use is estimated per gather; together they may be too much: fewer, from the first on.
         moved = dict(list(moved.items())[: len(moved) // 2])
+    best, found = _yielding(tasks, best, found, simulate, limit)
     best, found = _beside(tasks, best, found, simulate, limit)
     return Scheduled(best.order, best.ahead, best.deferred, hindered)
 
@@ -103,9 +112,7 @@ def _ahead(tasks: Sequence[Task], held: Sequence[int], limit: int) -> tuple[dict
         starts.setdefault(task.phase, place)
     made_by = {i: made for i in range(len(tasks)) if (made := _made_by(tasks, i)) is not None}
     moving = set().union(*made_by.values())
-    anchors = [
-        place for place, task in enumerate(tasks) if not task.communicates and task.seconds > 0 and place not in moving
-    ]
+    anchors = _anchors(tasks, moving)
     busy: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for place, task in enumerate(tasks):
         if task.communicates and not task.gathers:
@@ -137,11 +144,60 @@ def _ahead(tasks: Sequence[Task], held: Sequence[int], limit: int) -> tuple[dict
             wanted[index] = usable[0]
             for at in range(usable[0], index):
                 extra[at] += task.makes_bytes
+    return _in_turn(tasks, wanted), hindered
+
+
+def _anchors(tasks: Sequence[Task], moving: set[int]) -> list[int]:
+    """Return the operators that a gather may be issued before: those that take time and do not move with one."""
+    return [
+        place for place, task in enumerate(tasks) if not task.communicates and task.seconds > 0 and place not in moving
+    ]
+
+
+def _in_turn(tasks: Sequence[Task], wanted: dict[int, int]) -> dict[int, int]:
+    """Return where gathers are issued, none before an earlier one of its stream."""
     ordered = sorted(wanted)
     for earlier, later in pairwise(ordered):
         if tasks[earlier].stream == tasks[later].stream:
             wanted[later] = max(wanted[later], wanted[earlier])
-    return {index: wanted[index] for index in ordered}, hindered
+    return {index: wanted[index] for index in ordered}
+
+
+_TURNS = 4
+"""Times that gathers make way for what computation waits for; each may be in the way of the next wait then."""
+
+
+def _yielding(
+    tasks: Sequence[Task], best: Scheduled, found: Replayed, simulate: Simulate, limit: int
+) -> tuple[Scheduled, Replayed]:
+    """Return the schedule with gathers that slow down what computation waits for issued behind that wait.
+
+    They share a link, and the reduction of a layer's outputs is needed at once, a parameter many layers ahead is not.
+    """
+    first_reader = _first_readers(tasks)
+    moving = set().union(*(_made_by(tasks, index) or () for index in best.ahead))
+    anchors = _anchors(tasks, moving)
+    for _ in range(_TURNS):
+        later = dict(best.ahead)
+        for waited, start_s, end_s in found.waits:
+            reader = first_reader.get(waited)
+            if tasks[waited].gathers or reader is None:
+                continue
+            at = bisect_right(anchors, reader)  # the wait is where the reader begins
+            for index in best.ahead:
+                in_the_way = found.start_s[index] < end_s and found.end_s[index] > start_s
+                if in_the_way and tasks[index].link == tasks[waited].link and at < len(anchors):
+                    later[index] = max(later[index], anchors[at]) if anchors[at] < index else later[index]
+        if later == best.ahead:
+            break
+        later = _in_turn(tasks, later)
+        order = _inserted(tasks, later)
+        tried = simulate(tasks, order)
+        faster = tried.step_s < found.step_s * (1.0 - _WORTH)
+        if not faster or tried.peak_bytes > limit or breaks(tasks, order):
+            break
+        best, found = Scheduled(order, later), tried
+    return best, found
 
 
 def _made_by(tasks: Sequence[Task], index: int) -> set[int] | None:

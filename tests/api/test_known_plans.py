@@ -55,7 +55,9 @@ def test_a_narrow_mlp_with_a_large_batch_is_data_parallel(fast_link: Path) -> No
     plan = plan_mlp(fast_link, batch=1024, width=128, optimizer="sgd")
 
     assert plan.decisions.degrees["dp_replicate"] == 2
-    assert moved(plan) == [("all_reduce", 128 * 128 * 4)] * 2
+    # By themselves or together: where a call costs more than a matrix's bytes, both travel in one.
+    assert {op for op, _ in moved(plan)} == {"all_reduce"}
+    assert sum(size for _, size in moved(plan)) == 2 * 128 * 128 * 4
     assert {c.phase for c in plan.decisions.collectives if c.bytes > 64} == {"backward"}
 
 

@@ -125,6 +125,18 @@ def test_a_weight_gradient_runs_while_the_input_gradient_is_reduced():
     assert replay(tasks, found.order).step_s == 3.0
 
 
+def test_a_gather_makes_way_for_a_sum_that_computation_waits_for():
+    total = Task(name="r", seconds=1.0, phase="forward", stream="tp", link="node", reads=(0,), kind=1)
+    behind = [compute("y", 1), compute("z", 2), compute("v", 3)]
+    tasks = [compute("x"), total, *behind, gather("w", seconds=2.0), compute("u", 4, 5)]
+
+    found = schedule(tasks, replay, held_bytes, limit_bytes=100)
+
+    assert dict(found.ahead) == {5: 3}
+    assert replay(tasks, found.order).step_s == 6.0
+    assert replay(tasks, (5, 0, 1, 2, 3, 4, 6)).step_s == 7.0
+
+
 def test_a_weight_gradient_is_made_while_the_last_and_largest_one_is_reduced():
     small = Task(name="r", seconds=0.5, phase="forward", stream="dp", link="node", reads=(0,), kind=0, reduces=True)
     large = replace(small, name="s", seconds=2.0, reads=(3,), kind=1)
