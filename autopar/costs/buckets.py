@@ -68,6 +68,9 @@ class Clock:
 Seconds = Callable[[int], float]
 """Seconds of one reduction of so many bytes."""
 
+_Reached = tuple[float, float, int]
+"""When reductions are done, by how much they delay computation, and where the last run of them began."""
+
 
 def bucketed(
     reductions: Sequence[Reduction],
@@ -88,8 +91,7 @@ def bucketed(
     ready = sorted(reductions, key=lambda each: each.ready_s)
     if not ready:
         return []
-    # reached[j][calls]: when the first j are reduced at the earliest, with so many calls, by how much computation comes
-    # later then, and where the last run began.
+    # reached[j][calls]: the first j, reduced in so many calls, at the earliest.
     reached: list[dict[int, _Reached]] = [{0: (0.0, 0.0, 0)}]
     for stop in range(1, len(ready) + 1):
         best: dict[int, _Reached] = {}
@@ -102,8 +104,8 @@ def bucketed(
             if start < stop - 1:
                 earlier = size - last.bytes
                 earlier_s = seconds(earlier)
-                saved_s = earlier_s + seconds(last.bytes) - taken
-                saved_s += issue_s(earlier) + issue_s(last.bytes) - issued
+                # A call less saves its link time, and computation what issuing takes.
+                saved_s = earlier_s + seconds(last.bytes) - taken + issue_s(earlier) + issue_s(last.bytes) - issued
                 if patience and patience * min(earlier_s, last.ready_s - ready[start].ready_s) > saved_s:
                     break
             for calls, (free, later, _) in reached[start].items():
@@ -121,9 +123,6 @@ def bucketed(
         runs.append(ready[start:stop])
         stop, calls = start, calls - 1
     return runs[::-1]
-
-
-_Reached = tuple[float, float, int]
 
 
 def _worth_their_calls(found: dict[int, _Reached]) -> dict[int, _Reached]:

@@ -117,7 +117,7 @@ def _fewer(model: nn.Module, config: Any) -> Shallow | None:
 
 def _is_offered(name: str, found: Any) -> bool:
     """Return whether a module's `name` may be what a mistyped factory meant."""
-    return not name.startswith("_") and (callable(found) or isinstance(found, type))
+    return not name.startswith("_") and callable(found)
 
 
 def _factory(

@@ -184,10 +184,11 @@ def _yielding(
             if tasks[waited].gathers or reader is None:
                 continue
             at = bisect_right(anchors, reader)  # the wait is where the reader begins
+            place = anchors[at] if at < len(anchors) else len(tasks)
             for index in best.ahead:
-                in_the_way = found.start_s[index] < end_s and found.end_s[index] > start_s
-                if in_the_way and tasks[index].link == tasks[waited].link and at < len(anchors):
-                    later[index] = max(later[index], anchors[at]) if anchors[at] < index else later[index]
+                under_way = found.start_s[index] < end_s and found.end_s[index] > start_s
+                if under_way and tasks[index].link == tasks[waited].link and later[index] < place < index:
+                    later[index] = place
         if later == best.ahead:
             break
         later = _in_turn(tasks, later)
