@@ -131,12 +131,12 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
     flat = 0.0
     if short and read.stack.flat_copies:
         item = 4 if read.stack.float32_gradients and read.precision == "bf16" else 2
-        flat = flat_bytes(held.parameters / 2, held.optimizer, item, zero=read.zero, replicas=read.dp_shard)
+        flat = flat_bytes(held.parameters / 2, held.optimizer, item, zero=read.zero, replicas=read.dp_shard * read.cp)
     # One for each axis, and one over all model-parallel ranks, which add up norms.
     degrees = (read.dp, read.tp, read.pp, read.cp, read.ep)
     groups = sum(degree > 1 for degree in degrees) + (read.tp > 1 < read.pp) + read.is_hybrid
     # Stage 2 scatters each micro-batch's gradients, and holds sums of its own part.
-    gradients = held.gradients / read.dp_shard if read.zero == _SHARDED_GRADIENTS else held.gradients
+    gradients = held.gradients / (read.dp_shard * read.cp) if read.zero == _SHARDED_GRADIENTS else held.gradients
     resting = held.parameters + gradients + held.optimizer
     moving = held.activations + held.temporary
     return process_bytes(resting, moving, read.spec, groups=groups, flat=flat)
@@ -212,7 +212,8 @@ def _recompute(read: TrainingRow) -> Uniform:
 
 def _fixed(read: TrainingRow) -> dict[str, int | str | bool]:
     """Return a row's degrees and choices as `--fix` takes them."""
-    sharded = read.zero == WHOLLY_SHARDED and read.dp > 1
+    # What is sharded is so over the ranks of a sequence as well, be there no others.
+    sharded = read.zero == WHOLLY_SHARDED and read.dp * read.cp > 1
     shards = read.dp_shard if sharded else 1
     fixed: dict[str, int | str | bool] = {
         "dp_replicate": read.dp // (shards * read.ep),

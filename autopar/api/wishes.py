@@ -98,6 +98,17 @@ class Wishes:
         known: dict[int | None, Reduce] = {1: "step", 2: "microbatch"}
         return frozenset({known[self.zero]}) if self.zero in known else frozenset({"step", "microbatch"})
 
+    @property
+    def _shards(self) -> frozenset[Purpose]:
+        """Return along which axes parameters are to be sharded at rest where they can be.
+
+        A ZeRO stage that is asked for holds among all ranks that would have copies: those of a sequence and those with
+        other experts too, as FSDP's mesh is `dp_shard` x `cp` and holds `ep`.
+        """
+        if self.zero in {1, 2, 3}:
+            return frozenset({"dp_shard", "cp", "ep"})
+        return frozenset({"dp_shard"}) if "dp_shard" in self.fixed else frozenset()
+
     def axes(self, candidate: Candidate) -> tuple[AxisSpec, ...]:
         """Return what the strategies are to offer along each axis of a candidate."""
         whole = {"microbatch", "dp_replicate"} | ({"dp_shard", "cp", "ep", "free"} if self.zero == 0 else set())
@@ -133,7 +144,7 @@ class Wishes:
                     raise InfeasibleError(f"{op.target} rests as {', '.join(map(str, at))}, which no axis offers here")
                 continue
             for place, axis in enumerate(candidate):
-                wants_shard = axis.role == "dp_shard" and ("dp_shard" in self.fixed or self.zero in {1, 2, 3})
+                wants_shard = axis.role in self._shards
                 wants_split = axis.role == "tp" and _is_matrix(op)
                 if wants_shard or wants_split:
                     sharded = tuple(s for s in left[op.name] if isinstance(s.axes[place].outputs[0], Shard))

@@ -123,8 +123,10 @@ def test_a_sharded_optimizer_needs_less_memory_than_a_whole_one():
     assert sharded.memory.parameters == whole.memory.parameters
 
 
-def test_stage_two_holds_its_own_part_of_gradients_besides():
-    ways = {**SMALL, "dp": "8", "tp": "1", "pp": "1", "framework": "pytorch fsdp", "micro_batch": "1"}
+@pytest.mark.parametrize(("dp", "cp"), [("8", "1"), ("4", "2")])
+def test_stage_two_holds_its_own_part_of_gradients_besides(dp: str, cp: str):
+    ways = {**SMALL, "dp": dp, "cp": cp, "tp": "1", "pp": "1", "framework": "pytorch fsdp", "micro_batch": "1"}
+    ways["attention"] = "flash"
     one, two = price_steps([(2, {**ways, "zero": "1"}), (3, {**ways, "zero": "2"})], workers=1)
     whole = _priced(**{**ways, "zero": "1"}).memory.gradients
 
@@ -161,6 +163,15 @@ def test_shards_reduce_each_micro_batchs_gradients_and_hold_their_part():
     held = _priced(**WAYS["sharded"], micro_batch="1").memory
 
     assert held.gradients == pytest.approx(held.parameters, rel=0.05)
+
+
+@pytest.mark.parametrize("dp", ["1", "2"])
+def test_parameters_are_sharded_over_the_ranks_of_a_sequence_too(dp: str):
+    alone = _priced(**{**WAYS["llama"], "dp": "8", "tp": "1", "zero": "3"}).memory
+    along = _priced(**{**WAYS["llama"], "dp": dp, "tp": "1", "zero": "3", "cp": str(8 // int(dp))}).memory
+
+    assert along.parameters == pytest.approx(alone.parameters, rel=0.02)
+    assert along.optimizer == pytest.approx(alone.optimizer, rel=0.02)
 
 
 def test_tensor_parallelism_gathers_no_table():
