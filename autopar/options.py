@@ -307,7 +307,7 @@ def _pairs(flag: str, value: object) -> list[tuple[str, object]]:
     if isinstance(value, Mapping):
         return [(str(key), each) for key, each in value.items()]
     pairs: list[tuple[str, object]] = []
-    for text in _texts(flag, value):
+    for text in _listed(flag, value) if flag == "--fix" else _texts(flag, value):
         key, equals, rest = text.partition("=")
         if not (equals and key.strip() and rest.strip()):
             raise not_a_pair(flag, text)
@@ -321,6 +321,11 @@ def _texts(flag: str, value: object) -> list[str]:
     if isinstance(value, Iterable):
         return [str(each) for each in value]
     raise bad_value(flag, value, "a text or a list of texts")
+
+
+def _listed(flag: str, value: object) -> list[str]:
+    """Return the entries of texts in which commas separate some, as in `--fix tp=2,pp=1`."""
+    return [part.strip() for text in _texts(flag, value) for part in text.split(",")]
 
 
 def _once(flag: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -345,7 +350,7 @@ def _set(value: object) -> Mapping[str, str]:
 
 
 def _forbid(value: object) -> tuple[str, ...]:
-    keys = {key.replace("-", "_") for key in _texts("--forbid", value)}
+    keys = {key.replace("-", "_") for key in _listed("--forbid", value)}
     for key in sorted(keys):
         if key not in FORBID_KEYS:
             raise unknown_key("--forbid", key, FORBID_KEYS)

@@ -30,6 +30,9 @@ def test_nothing_given_is_the_contracts_defaults():
     [
         ({"batch": "128"}, {"batch": 128}),
         ({"fix": ["tp=8", "pp=1"]}, {"fix": {"tp": 8, "pp": 1}}),
+        ({"fix": "tp=8,pp=1"}, {"fix": {"tp": 8, "pp": 1}}),
+        ({"fix": ["schedule=1f1b, pp=2", "tp=8"]}, {"fix": {"schedule": "1f1b", "pp": 2, "tp": 8}}),
+        ({"forbid": "tp,pp"}, {"forbid": ["pp", "tp"]}),
         ({"fix": "sequence-parallel=on"}, {"fix": {"sequence_parallel": True}}),
         ({"fix": ["tp=8", "tp=8"]}, {"fix": {"tp": 8}}),
         ({"fix": "zero=0"}, {"fix": {"zero": 0}}),
@@ -119,3 +122,21 @@ KEYS = ", ".join(FIX_KEYS)
 def test_what_is_wrong_is_told(options: dict[str, Any], message: str):
     with pytest.raises(UsageError, match=re.escape(message)):
         PlanOptions.parse(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "ending"),
+    [
+        ({"precision": "fp8"}, "must be one of fp32, bf16, fp16, auto"),
+        ({"optimizer": "lion"}, "must be one of sgd, adam, adamw, none"),
+        ({"optimizer": "sdg"}, "(did you mean 'sgd'?)"),
+        ({"optimizer": "adm"}, "(did you mean 'adam'?)"),
+        ({"precision": "fp61"}, "(did you mean 'fp16'?)"),
+        ({"precision": "bf17"}, "(did you mean 'bf16'?)"),
+    ],
+)
+def test_a_slip_is_told_of_and_another_name_is_not_taken_for_one(options: dict[str, Any], ending: str):
+    with pytest.raises(UsageError) as caught:
+        PlanOptions.parse(**options)
+
+    assert str(caught.value).endswith(ending)

@@ -86,7 +86,8 @@ def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Pro
         progress.phase("capture")
         graph = program_of(found.model, found.shallow, found.example_inputs, wanted.precision)
         _check_batch(graph, wanted, "give the function a parameter 'batch' that it makes them by")
-        return plan_program(graph, found.name, spec, wanted, progress, tokens_per_step=found.tokens_per_step)
+        program = Program(graph, found.name, _torch_version(), found.tokens_per_step, settings=options.set)
+        return plan_program(program, spec, wanted, progress)
 
     return fastest(planned, options)
 
@@ -115,7 +116,7 @@ def reprice_reference(
     told.phase("capture")
     graph = program_of(found.model, found.shallow, found.example_inputs, plan.workload.precision)
     told.phase("price")
-    return repriced(plan, graph, spec, torch.__version__.partition("+")[0])
+    return repriced(plan, graph, spec, _torch_version())
 
 
 def program_of(model: torch.nn.Module, shallow: Shallow | None, example_inputs: Any, precision: str) -> Graph:
@@ -142,25 +143,19 @@ def plan_captured(
     tokens_per_step: int | None = None,
 ) -> Plan:
     """Return the best plan for a captured program."""
-    return plan_program(
-        captured.graph, name, cluster, options, progress, tokens_per_step=tokens_per_step, joint=captured.joint
-    )
+    program = Program(captured.graph, name, _torch_version(), tokens_per_step, captured.joint)
+    return plan_program(program, cluster, options, progress)
 
 
-def plan_program(
-    graph: Graph,
-    name: str,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    progress: Progress,
-    *,
-    tokens_per_step: int | None = None,
-    joint: torch.fx.GraphModule | None = None,
-) -> Plan:
-    """Return the best plan for a program; `joint` are its nodes, if at hand."""
-    program = Program(graph, name, torch.__version__.partition("+")[0], tokens_per_step, joint)
+def plan_program(program: Program, cluster: ClusterSpec, options: PlanOptions, progress: Progress) -> Plan:
+    """Return the best plan for a program."""
     with seldom_collected():
         return Planner(program, cluster, options, progress).plan()
+
+
+def _torch_version() -> str:
+    """Return torch's version without its build."""
+    return torch.__version__.partition("+")[0]
 
 
 def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -> ClusterSpec:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -37,14 +35,6 @@ def described(cluster: str | None) -> ClusterSpec | None:
 def is_launched(variables: Mapping[str, str]) -> bool:
     """Return whether this process is a rank that torchrun or the like has started."""
     return "RANK" in variables and "WORLD_SIZE" in variables
-
-
-def launch(ranks: int, arguments: Sequence[str]) -> int:
-    """Run the command once a device of this machine, one thread a rank where these are cores; return its status."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    variables = {**os.environ}
-    variables.setdefault("OMP_NUM_THREADS", "1")
-    return subprocess.run([*command, "-m", "autopar", *arguments], env=variables, check=False).returncode
 
 
 def measured(spec: ClusterSpec | None, *, quick: bool = False) -> Calibration | None:
@@ -194,7 +184,7 @@ def _measured_levels(spec: ClusterSpec, world: int, local: int) -> tuple[Level, 
     made_up = " x ".join(f"{each.name} {each.fanout}" for each in levels)
     raise UsageError(
         f"{world} ranks, {local} a machine, are not the inner levels of cluster {spec.name!r} ({made_up});"
-        " start as many as its nodes have devices, or name another cluster with -c"
+        " start as many as its nodes have devices (--ranks), or name another cluster with -c"
     )
 
 

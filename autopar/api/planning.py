@@ -54,6 +54,9 @@ class Program:
     joint: fx.GraphModule | None = None
     """The graph's nodes: with them, values unlike from micro-batch to micro-batch are found before a plan is to run."""
 
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Overrides of the configuration that the model was made with."""
+
 
 _INDISTINCT = 0.02
 """Relative difference of two predicted step times below which the plan with fewer moving parts is taken.
@@ -393,6 +396,7 @@ class Planner:
                 precision=options.precision,
                 optimizer=options.optimizer,
                 tokens_per_step=self.program.tokens_per_step,
+                settings=self.program.settings,
             ),
             cluster=self.cluster.to_dict(),
             decisions=found.decisions,

@@ -81,7 +81,7 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
         decisions=found.decisions,
         estimates=found.estimates,
         solver=Solver(
-            status="gap", objective=step_s, bound=bound, gap=(step_s - bound) / step_s if step_s else 0.0,
+            status="priced", objective=step_s, bound=bound, gap=(step_s - bound) / step_s if step_s else 0.0,
             seconds=None, seed=plan.solver.seed, candidates=1,
         ),
         alternatives=(),

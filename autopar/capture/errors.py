@@ -185,7 +185,8 @@ def trained_elsewhere(model: str, name: str, shape: tuple[int, ...]) -> CaptureE
     """Return the error for a tensor that is to be trained and is none of the model's parameters."""
     return CaptureError(
         f"{model} reads {name!r} of shape {list(shape)}, which requires a gradient and is none of its parameters\n"
-        "register it as torch.nn.Parameter, and read it through self; a function that replaces forward and holds "
+        "register it as torch.nn.Parameter, and read it through self; a plain list or dict registers nothing: make it "
+        "a torch.nn.ParameterList, ModuleList, ParameterDict or ModuleDict; a function that replaces forward and holds "
         "another model's parameters is to be a method (types.MethodType); if it is constant, detach() it"
     )
 

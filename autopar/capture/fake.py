@@ -60,17 +60,38 @@ class FakeModel:
         return made
 
     def attribute(self, fake: torch.Tensor) -> str | None:
-        """Return the path of the plain attribute that holds a fake tensor; `None` where no module holds it directly."""
+        """Return the path of the plain attribute that holds a fake tensor, itself or inside of lists and dicts.
+
+        `None` where no module holds it so.
+        """
         for path, module in self.module.named_modules():
             for name, value in vars(module).items():
-                if value is fake:
-                    return f"{path}.{name}" if path else name
+                if name not in _OF_TORCH and (inside := _place(value, fake, f"{path}.{name}" if path else name)):
+                    return inside
         return None
 
     def original(self, fake: torch.Tensor) -> torch.Tensor | None:
         """Return the user's tensor behind a fake one that is neither parameter nor buffer."""
         found = self._loose.get(id(fake))
         return None if found is None else found[1]
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module, whose parameters and submodules have names of their own."""
+
+
+def _place(value: object, sought: torch.Tensor, path: str) -> str | None:
+    """Return the path of a tensor inside a value that an attribute at `path` holds: `ps[0]`, `layers[1].weight`."""
+    if value is sought:
+        return path
+    inner: Iterator[tuple[str, object]] = iter(())
+    if isinstance(value, nn.Module):  # one in a plain list, which the model does not know
+        inner = ((f"{path}.{name}", each) for name, each in named_tensors(value))
+    elif isinstance(value, list | tuple):
+        inner = ((f"{path}[{i}]", each) for i, each in enumerate(value))
+    elif isinstance(value, Mapping):
+        inner = ((f"{path}[{key!r}]", each) for key, each in value.items())
+    return next((found for name, each in inner if (found := _place(each, sought, name))), None)
 
 
 class _FakeOnCopy(TorchFunctionMode):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.files import require_writable, write
+from autopar.cli.on_ranks import found_in, leave, leave_complaint, on_ranks
+from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from cost_models.calibration import Calibration
@@ -29,17 +32,34 @@ def calibrate(
         typer.Option("--from-nccl-tests", metavar="FILE", help="Output of nccl-tests, instead of measuring."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller sizes, in less time.")] = False,
+    shared: Annotated[Path | None, typer.Option("--on-rank", hidden=True)] = None,
 ) -> int:
     """Measure this machine: matmuls, memory, launches, collectives on every link level.
 
     Starts one rank a device with torchrun. Under a launcher that sets RANK (torchrun on several machines), each process
     is a rank, and the first one writes. The table of figures with their spread goes to stderr.
     """
-    from autopar.api.calibrating import described, imported, is_launched, launch, measured
-    from autopar.report.calibration import calibration_text, disturbed
-
     if output is not None:
         require_writable(output)
+    try:
+        return _calibrate(output, cluster, ranks, from_nccl_tests, quick, shared)
+    except AutoparError as error:
+        if shared is None:
+            raise
+        return leave_complaint(shared, error)
+
+
+def _calibrate(
+    output: Path | None,
+    cluster: str | None,
+    ranks: int | None,
+    from_nccl_tests: list[Path] | None,
+    quick: bool,
+    shared: Path | None,
+) -> int:
+    from autopar.api.calibrating import described, imported, is_launched, measured
+    from autopar.report.calibration import calibration_text, disturbed
+
     spec = described(cluster)
     found: Calibration | None
     if from_nccl_tests:
@@ -47,13 +67,26 @@ def calibrate(
     elif is_launched(os.environ):
         found = measured(spec, quick=quick)
     else:
-        return launch(_node_ranks(spec, ranks), _arguments(output, cluster, quick=quick))
+        return _started(_node_ranks(spec, ranks), _arguments(output, cluster, quick=quick))
     if found is not None:
         sys.stderr.write(calibration_text(found))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if said := disturbed(found, cores):
             sys.stderr.write(f"warning: {said}\n")
         write(found.to_json(), output)
+        if shared is not None:
+            leave(shared, {})
+    return 0
+
+
+def _started(ranks: int, arguments: list[str]) -> int:
+    """Calibrate on ranks of this machine; return the exit status."""
+    with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
+        said = on_ranks(ranks, arguments, Path(folder))
+        told = found_in(Path(folder), said)
+    if isinstance(told, int):
+        return told
+    sys.stderr.write(said)
     return 0
 
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from autopar.cli.files import require_writable
+from autopar.cli.planned import as_planned
 from autopar.errors import UsageError
 from autopar.figures import format_bytes, format_seconds
 from autopar.ir.plan import Plan
-from autopar.options import PlanOptions
 
 
 def simulate(
@@ -27,7 +27,8 @@ def simulate(
     batch: Annotated[str | None, typer.Option(metavar="N", help="Global batch [the plan's].")] = None,
     seq: Annotated[str | None, typer.Option(metavar="N", help="Sequence length [the plan's].")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the model's configuration.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override of the model's configuration [the plan's]."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where the plan for that cluster goes.")
@@ -47,9 +48,7 @@ def simulate(
             f"the plan was made for {named}, a class and no reference; name the model: autopar simulate PLAN MODEL -c "
             "CLUSTER"
         )
-    tokens, samples = found.workload.tokens_per_step, found.workload.global_batch
-    length = str(tokens // samples) if tokens and samples else None
-    options = PlanOptions.parse(batch=batch or str(samples), seq=seq or length, set=set_)
+    options = as_planned(found, named, batch, seq, set_)
     from autopar import api
     from autopar.progress import Terminal
 
@@ -70,7 +69,14 @@ def simulate(
         f"on {found.cluster.get('name')}: step {format_seconds(before.step_time_s)}, peak memory "
         f"{format_bytes(before.peak_memory_bytes)}; on {there.cluster.get('name')}: "
         f"{format_seconds(after.step_time_s)}, {format_bytes(after.peak_memory_bytes)} "
-        f"({after.step_time_s / before.step_time_s:.2f} times as long)",
+        f"({_times(after.step_time_s, before.step_time_s)})",
         file=sys.stderr,
     )
     return int(after.peak_memory_bytes > after.memory_budget_bytes)
+
+
+def _times(after_s: float, before_s: float) -> str:
+    """Return how much longer or shorter a step is, in words that stay readable where machines are far apart."""
+    if after_s >= before_s:
+        return f"{after_s / before_s:.3g} times as long"
+    return f"{before_s / after_s:.3g} times as fast"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,13 +10,11 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.run import TORCHRUN
+from autopar.cli.on_ranks import found_in, leave, leave_complaint, on_ranks
+from autopar.cli.planned import as_planned
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
-
-RESULT = "result.json"
-"""Where rank 0 leaves what was found, in the folder that ranks share."""
 
 
 def verify(
@@ -27,7 +23,8 @@ def verify(
     batch: Annotated[str | None, typer.Option(metavar="N", help="Global batch [the plan's].")] = None,
     seq: Annotated[str | None, typer.Option(metavar="N", help="Sequence length [the plan's].")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the model's configuration.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override of the model's configuration [the plan's]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
     shared: Annotated[Path | None, typer.Option("--on-rank", hidden=True)] = None,
@@ -38,29 +35,17 @@ def verify(
     check fails.
     """
     found = Plan.load(plan)
-    tokens, samples = found.workload.tokens_per_step, found.workload.global_batch
-    length = str(tokens // samples) if tokens and samples else None
-    options = PlanOptions.parse(batch=batch or str(samples), seq=seq or length, set=set_)
+    options = as_planned(found, model, batch, seq, set_)
     if shared is not None:
         return _on_rank(found, model, options, shared)
     ranks = found.decisions.mesh.world_size * found.decisions.degrees.get("pp", 1)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
-        command = [*TORCHRUN, f"--nproc-per-node={ranks}", "--standalone", "--no-python", sys.executable]
-        command += ["-m", "autopar", "verify", str(plan), model, "--on-rank", folder]
-        command += [part for name, value in (("--batch", batch), ("--seq", seq)) if value for part in (name, value)]
-        command += [part for each in set_ or () for part in ("--set", each)]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, capture_output=True)
-        result = Path(folder) / RESULT
-        if not result.exists():
-            from autopar.cli import INTERNAL_ERROR
-
-            sys.stderr.write(done.stderr.decode(errors="replace"))
-            print("autopar: a rank ended without a result; what it said is above", file=sys.stderr)
-            return INTERNAL_ERROR
-        told = json.loads(result.read_text(encoding="utf-8"))
-    if "error" in told:
-        print(f"autopar: {told['error']}", file=sys.stderr)
-        return int(told["exit_code"])
+        arguments = ["verify", str(plan), model]
+        arguments += [part for name, value in (("--batch", batch), ("--seq", seq)) if value for part in (name, value)]
+        arguments += [part for each in set_ or () for part in ("--set", each)]
+        told = found_in(Path(folder), on_ranks(ranks, arguments, Path(folder), stdout=subprocess.DEVNULL))
+    if isinstance(told, int):
+        return told
     from autopar.report.verification import Check, verification_json, verification_text
 
     checks = [Check(**each) for each in told["checks"]]
@@ -78,7 +63,6 @@ def _on_rank(plan: Plan, model: str, options: PlanOptions, folder: Path) -> int:
     from autopar.models.values import resolve_with_values
 
     torch.set_num_threads(1)
-    first = os.environ.get("RANK") == "0"
     try:
         made, inputs = resolve_with_values(
             model, batch=options.batch, seq=options.seq, overrides=dict(options.set), seed=options.seed
@@ -87,10 +71,6 @@ def _on_rank(plan: Plan, model: str, options: PlanOptions, folder: Path) -> int:
 
         checks = verify_on_rank(plan, made, inputs, folder)
     except AutoparError as error:
-        if first:
-            told = {"error": str(error), "exit_code": error.exit_code}
-            (folder / RESULT).write_text(json.dumps(told), encoding="utf-8")
-        return error.exit_code
-    if first:
-        (folder / RESULT).write_text(json.dumps({"checks": [asdict(each) for each in checks]}), encoding="utf-8")
+        return leave_complaint(folder, error)
+    leave(folder, {"checks": [asdict(each) for each in checks]})
     return 0

@@ -202,6 +202,8 @@ class Workload:
     precision: str
     optimizer: str
     tokens_per_step: int | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What `--set` gave the model that the reference names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +308,9 @@ class Estimates:
 class Solver:
     """How far the search got: `bound` <= best possible objective <= `objective`, in seconds."""
 
-    status: Literal["optimal", "gap", "time_limit", "interrupted"]
+    status: Literal["optimal", "gap", "time_limit", "interrupted", "priced"]
+    """How the search ended; `priced`: there was none, decisions of another plan were priced for this cluster."""
+
     objective: float
     bound: float
     gap: float

@@ -181,6 +181,7 @@ def _other_workload(plan: Plan, baseline: Plan) -> list[str]:
         ("model", old.model, old.model if _is_one_model(plan, baseline) else new.model),
         ("global batch", old.global_batch, new.global_batch),
         ("tokens of a step", old.tokens_per_step, new.tokens_per_step),
+        ("settings", _settings(old.settings), _settings(new.settings)),
     )
     differ = [f"{name} {a or 'unknown'} -> {b or 'unknown'}" for name, a, b in facts if a != b]
     text = (
@@ -188,6 +189,10 @@ def _other_workload(plan: Plan, baseline: Plan) -> list[str]:
         "baseline for this work"
     )
     return [text] if differ else []
+
+
+def _settings(given: Mapping[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in given.items()) or "none"
 
 
 def _is_one_model(plan: Plan, baseline: Plan) -> bool:

@@ -8,7 +8,15 @@ from autopar.errors import UsageError
 from autopar.figures import format_bytes, format_degrees, format_seconds
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Collective, Plan
-from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, edges_into, has_unlike_stages, layout_text, summary
+from autopar.report.outline import (
+    MEMORY_PARTS,
+    TIME_PARTS,
+    edges_into,
+    gap_text,
+    has_unlike_stages,
+    layout_text,
+    summary,
+)
 from autopar.suggest import did_you_mean
 
 
@@ -51,10 +59,16 @@ def _whole(plan: Plan) -> Iterator[str]:
     estimates, solver = plan.estimates, plan.solver
     yield summary(plan)
     yield ""
-    yield (
-        f"search: {solver.candidates} candidates; objective {format_seconds(solver.objective)}, no plan can be below "
-        f"{format_seconds(solver.bound)} (gap {solver.gap:.2%}, {solver.status}, seed {solver.seed})"
-    )
+    if solver.status == "priced":
+        yield (
+            f"no search: the decisions of another plan at {format_seconds(solver.objective)}; the devices' peak rates "
+            f"allow no plan below {format_seconds(solver.bound)}"
+        )
+    else:
+        yield (
+            f"search: {solver.candidates} candidates; objective {format_seconds(solver.objective)}, no plan can be "
+            f"below {format_seconds(solver.bound)}; {gap_text(solver)}, seed {solver.seed}"
+        )
     yield from (f"demanded: {key} = {value}" for key, value in plan.constraints.items())
     yield ""
     yield "weighed against:" if plan.alternatives else "weighed against: nothing else was kept"

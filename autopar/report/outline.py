@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.figures import format_bytes, format_degrees, format_seconds
 from autopar.ir.placement import Layout, short
-from autopar.ir.plan import OperatorDecision, ParameterDecision, Plan
+from autopar.ir.plan import OperatorDecision, ParameterDecision, Plan, Solver, Workload
 from autopar.ir.reshard import NoRouteError, route
 from autopar.ir.tensor import TensorMeta
 
@@ -38,8 +38,29 @@ def summary(plan: Plan) -> str:
     return (
         f"plan: {format_degrees(plan.decisions.degrees)}, step {format_seconds(estimates.step_time_s)}, "
         f"peak memory {format_bytes(estimates.peak_memory_bytes)} of {format_bytes(estimates.memory_budget_bytes)}, "
-        f"MFU {estimates.mfu:.1%}, gap {solver.gap:.2%} ({solver.status})"
+        f"MFU {estimates.mfu:.1%}, {gap_text(solver)}"
     )
+
+
+_ENDED = {
+    "optimal": " (optimal)",
+    "gap": "",
+    "time_limit": " (at the time limit)",
+    "interrupted": " (interrupted)",
+}
+"""What is said of the way that a search ended, behind its gap."""
+
+
+def gap_text(solver: Solver) -> str:
+    """Return how far a plan is from what was proven, and why the search ended there."""
+    if solver.status == "priced":
+        return "priced as it is, not searched"
+    return f"gap {solver.gap:.2%}{_ENDED[solver.status]}"
+
+
+def settled(workload: Workload) -> str:
+    """Return the model's reference with what `--set` gave it: `hf:llama --set num_hidden_layers=4`."""
+    return " ".join([workload.model, *(f"--set {key}={value}" for key, value in workload.settings.items())])
 
 
 def layout_text(layout: Layout | None) -> str:

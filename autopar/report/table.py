@@ -20,6 +20,7 @@ from autopar.report.outline import (
     has_unlike_stages,
     layout_text,
     parameter_groups,
+    settled,
     summary,
 )
 from autopar.report.schedule_picture import schedule_picture
@@ -63,7 +64,7 @@ def _print(plan: Plan, console: Console, timeline: Timeline | None, *, whole: bo
     pieces = "micro-batches" if workload.num_microbatches > 1 else "micro-batch"
     batch = f"batch {workload.global_batch}, {workload.num_microbatches} {pieces} of {workload.microbatch}"
     console.print(
-        Text(f"{workload.model}  {batch}, {workload.precision}, {workload.optimizer}", style="bold"),
+        Text(f"{settled(workload)}  {batch}, {workload.precision}, {workload.optimizer}", style="bold"),
         soft_wrap=whole,
     )
     console.print(

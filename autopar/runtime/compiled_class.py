@@ -62,7 +62,7 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         for planned in sorted({each.dtype for each in held if each is not None}, key=str):
             asked = fn(torch.empty(0, dtype=planned)).dtype
             if asked is not planned:
-                raise dtype_not_changed(kind.__name__, _word(planned), _word(asked))
+                raise dtype_not_changed(kind.__name__, word(planned), word(asked))
         base: Any = kind
         converted: nn.Module = base._apply(self, fn, recurse)
         return converted
@@ -83,7 +83,8 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **own})
 
 
-def _word(dtype: torch.dtype) -> str:
+def word(dtype: torch.dtype) -> str:
+    """Return a dtype's name without torch's."""
     return str(dtype).removeprefix("torch.")
 
 

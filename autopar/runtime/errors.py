@@ -218,6 +218,15 @@ def dtype_not_changed(kind: str, planned: str, asked: str) -> UsageError:
     )
 
 
+def dtype_changed(kind: str, name: str, planned: str, now: str) -> UsageError:
+    """Return the error for a parameter or buffer that has another dtype since the model was compiled."""
+    return UsageError(
+        f"{name} of the compiled {kind} is {now} now and was {planned} when it was compiled: its programs compute with "
+        f"{planned}. Convert it back (.to(torch.{planned})) and, if it is to be {now}, convert it before "
+        "autopar.compile; or choose the precision of the computation there (precision='bf16')"
+    )
+
+
 def input_not_graded(path: str) -> InputMismatchError:
     """Return the error for an input that is to get a gradient, where the program computes none for it."""
     return InputMismatchError(

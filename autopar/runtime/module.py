@@ -23,9 +23,10 @@ from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
-from autopar.runtime.compiled_class import ELSEWHERE, RUNNER, compiled_class
+from autopar.runtime.compiled_class import ELSEWHERE, RUNNER, compiled_class, word
 from autopar.runtime.errors import (
     autocast_differs,
+    dtype_changed,
     hooks_not_called,
     many_forms,
     mode_differs,
@@ -85,6 +86,7 @@ class Runner:
         self._modes: tuple[tuple[str, bool], ...] = ()
         self._modules: tuple[ref[nn.Module], ...] = ()
         self._children: tuple[tuple[str, ref[nn.Module], tuple[tuple[str, ref[nn.Module]], ...]], ...] = ()
+        self._types: tuple[tuple[ref[nn.Module], tuple[tuple[bool, str, torch.dtype], ...]], ...] = ()
         self._hooks: frozenset[int] = frozenset()
         self._warned = False
         self._partners: Partners | None = None
@@ -125,6 +127,7 @@ class Runner:
         """
         self._check_modes()
         self._check_parts()
+        self._check_types(model)
         if self.pipeline is not None:
             if self._partners is None:
                 self._partners = Partners.of(model, model.__dict__.get(ELSEWHERE, ()))
@@ -175,6 +178,7 @@ class Runner:
     def watch(self, called: nn.Module) -> None:
         """Note that it is `called` that is called, and has the modes and parts that count; it is not kept alive."""
         self._modules = tuple(ref(each) for each in called.modules())
+        self._types = tuple((ref(each), _types(each)) for each in called.modules())
         self._children = tuple(
             (name, ref(each), tuple((key, ref(child)) for key, child in each._modules.items() if child is not None))
             for name, each in called.named_modules()
@@ -195,6 +199,19 @@ class Runner:
             changed = [key for key in {**before, **held} if key not in before or held.get(key) is not before[key]]
             if changed:
                 raise module_replaced(name, changed[0])
+
+    def _check_types(self, model: nn.Module) -> None:
+        """Raise where a parameter or buffer has another dtype since the model was compiled: by a part's `.half()`."""
+        for at, types in self._types:
+            module = at()
+            if module is None:
+                continue
+            for parameters, key, planned in types:
+                held = (module._parameters if parameters else module._buffers).get(key)
+                if held is not None and held.dtype is not planned:
+                    path = next(path for path, each in model.named_modules() if each is module)
+                    name = f"{path}.{key}" if path else key
+                    raise dtype_changed(type(model).__name__, name, *(word(each) for each in (planned, held.dtype)))
 
     def _check_hooks(self) -> None:
         """Warn of hooks on modules inside the model, which no program calls."""
@@ -294,6 +311,14 @@ class Runner:
             programs = (program.local.forward, program.local.backward_without(()))
             self._profiler.know(*(each for each in programs if each is not None))
         return Bound(program, model, self.groups, self.ranks, **self._how)
+
+
+def _types(module: nn.Module) -> tuple[tuple[bool, str, torch.dtype], ...]:
+    """Return the dtype of each parameter (true) and buffer (false) that a module itself holds, by name."""
+    tables = ((True, module._parameters), (False, module._buffers))
+    return tuple(
+        (parameters, key, each.dtype) for parameters, table in tables for key, each in table.items() if each is not None
+    )
 
 
 def _part(mesh: Mesh, batch: Layout | None, rank: int) -> tuple[int, int]:

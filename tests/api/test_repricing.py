@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -175,12 +176,27 @@ def test_the_command_prints_both_clusters_figures(tmp_path: Path, capsys: pytest
     told = capsys.readouterr()
     assert json.loads(told.out) == json.loads(second.read_text())
     assert told.err.splitlines()[-1].startswith("on cpu:2: step ")
-    assert " times as long)" in told.err.splitlines()[-1]
+    assert re.search(r"\([1-9][.\d]* times as fast\)$", told.err)
+    assert told.err.splitlines()[-2].endswith(", priced as it is, not searched")
     there = Plan.load(second)
     assert there.cluster["name"] == "h100-sxm-80gb:2"
     assert there.decisions.degrees["tp"] == 2
+    assert there.solver.status == "priced"
+    assert main(["simulate", str(second), "-c", "cpu:2"]) == 0
+    assert re.search(r"\([1-9][.\d]* times as long\)$", capsys.readouterr().err)
 
     renamed = replace(there, workload=replace(there.workload, model="Model"))
     renamed.save(second)
     assert main(["simulate", str(second), "-c", "cpu:2"]) == UsageError.exit_code
     assert "a class and no reference" in capsys.readouterr().err
+
+
+def test_a_plan_keeps_the_settings_that_its_model_was_made_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = str(tmp_path / "a.json")
+    wanted = ["zoo:gpt-tiny", "--batch", "8", "--seq", "32", "--set", "layers=1", "--set", "vocab=64"]
+    assert main(["plan", *wanted, "-c", "cpu:2", "--fix", "tp=2", "-o", path]) == 0
+    assert "zoo:gpt-tiny --set layers=1 --set vocab=64" in capsys.readouterr().err
+
+    assert Plan.load(path).workload.settings == {"layers": "1", "vocab": "64"}
+    assert main(["simulate", path, "-c", "h100-sxm-80gb:2"]) == 0
+    assert main(["simulate", path, "-c", "h100-sxm-80gb:2", "--set", "layers=2"]) == StalePlanError.exit_code

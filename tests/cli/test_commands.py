@@ -184,6 +184,40 @@ def test_wrong_input_is_told_in_one_message_and_exits_with_2(argv: list[str], me
     assert "Traceback" not in err
 
 
+def test_calibrate_ends_with_the_status_and_the_one_message_of_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: Out, tmp_path: Path
+):
+    def unlike(*_: object, **__: object) -> None:
+        raise UsageError("1 rank is not the inner level of cluster 'cpu:4'")
+
+    def one_rank(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        with monkeypatch.context() as rank:
+            rank.setenv("RANK", "0")
+            rank.setenv("WORLD_SIZE", "1")
+            rank.setattr("autopar.api.calibrating.measured", unlike)
+            assert main(command[command.index("autopar") + 1 :]) == 2
+        return subprocess.CompletedProcess(command, 1, b"", b"ChildFailedError of torchrun")
+
+    monkeypatch.setattr(subprocess, "run", one_rank)
+
+    assert main(["calibrate", "-c", "cpu:4", "--ranks", "1", "-o", str(tmp_path / "it.json")]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "autopar: 1 rank is not the inner level of cluster 'cpu:4'\n",
+    )
+
+
+def test_a_calibration_whose_rank_dies_shows_what_it_said(monkeypatch: pytest.MonkeyPatch, capsys: Out):
+    dead = subprocess.CompletedProcess([], 1, b"", b"a rank's traceback\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: dead)
+
+    assert main(["calibrate", "-c", "cpu:4"]) == 70
+    assert capsys.readouterr().err.splitlines() == [
+        "a rank's traceback",
+        "autopar: a rank ended without a result; what it said is above",
+    ]
+
+
 @pytest.mark.parametrize("argv", [[], ["cluster"]])
 def test_no_command_shows_the_help_and_exits_with_2(argv: list[str], capsys: Out):
     assert main(argv) == 2

@@ -238,7 +238,7 @@ EDITS = {
     "number for a list": (_set("warnings"), 3, "warnings must be a list, and is 3"),
     "null for an object": (_set("fingerprint"), None, "fingerprint must be an object, and is null"),
     "unknown status": (
-        _set("solver", "status"), "good", "must be one of optimal, gap, time_limit, interrupted, and is 'good'",
+        _set("solver", "status"), "good", "must be one of optimal, gap, time_limit, interrupted, priced, and is 'good'",
     ),
     "unknown placement": (
         _set("decisions", "parameters", "up.weight", "placements", 1), "Sharded(1)",

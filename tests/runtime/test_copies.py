@@ -173,6 +173,17 @@ def test_a_compiled_model_is_not_converted(convert):
     assert all(each.dtype is torch.float32 for each in mine.parameters())
 
 
+def test_a_part_converted_after_compiling_is_named_at_the_next_call():
+    mine = _compiled(Layers(), {})
+    expected = mine(_batches()[0])
+    mine.layers[0].half()
+
+    with pytest.raises(UsageError, match=r"layers\.0\.weight of the compiled Layers is float16 now and was float32"):
+        mine(_batches()[0])
+    mine.layers[0].float()
+    torch.testing.assert_close(mine(_batches()[0]), expected, atol=1e-3, rtol=1e-3)  # it went through float16
+
+
 def test_a_module_replaced_after_compiling_is_named():
     mine = _compiled(Layers(), {})
     mine(_batches()[0])

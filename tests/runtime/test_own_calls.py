@@ -132,6 +132,36 @@ def test_a_forward_that_reads_another_models_parameters_is_refused():
         autopar.compile(model, "cpu:1", example_inputs=(torch.randn(8, 4),))
 
 
+class Listed(nn.Module):
+    """Holds parameters where torch does not see them."""
+
+    def __init__(self, held: str) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+        self.held = {
+            "list": lambda: [nn.Parameter(torch.randn(4, 4))],
+            "dict": lambda: {"up": [nn.Parameter(torch.randn(4, 4))]},
+            "modules": lambda: [nn.Linear(4, 4, bias=False)],
+        }[held]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.held["up"] if isinstance(self.held, dict) else self.held
+        for each in held:
+            x = each(x) if isinstance(each, nn.Module) else x @ each
+        return self.head(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("held", "name"), [("list", "held[0]"), ("dict", "held['up'][0]"), ("modules", "held[0].weight")]
+)
+def test_parameters_in_plain_lists_are_refused_by_the_name_they_have_there(held: str, name: str):
+    with pytest.raises(CaptureError) as caught:
+        autopar.compile(Listed(held), "cpu:1", example_inputs=(torch.randn(8, 4),))
+
+    assert str(caught.value).startswith(f"Listed reads {name!r} of shape [4, 4], which requires a gradient")
+    assert "ParameterList, ModuleList" in str(caught.value)
+
+
 def test_a_forward_of_the_instances_own_that_wraps_the_classs_is_the_models():
     model, x = Pair(), torch.randn(8, 4)
     original = model.forward

@@ -1,0 +1,62 @@
+"""Commands that start ranks of themselves: how these are started, and how they tell what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.cli.run import TORCHRUN
+from autopar.errors import AutoparError
+
+RESULT = "result.json"
+"""Where the first rank leaves what was found or what went wrong, in the folder that ranks share."""
+
+
+def on_ranks(ranks: int, arguments: Sequence[str], folder: Path, stdout: int | None = None) -> str:
+    """Run `autopar ARGUMENTS --on-rank FOLDER` on so many ranks of this machine; return what they said on stderr.
+
+    Each has one thread where these are cores. What they write to stdout goes to `stdout`, as for `subprocess`.
+    """
+    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "--standalone", "--no-python", sys.executable, "-m", "autopar"]
+    variables = {"OMP_NUM_THREADS": "1"} | os.environ
+    done = subprocess.run(
+        [*command, *arguments, "--on-rank", str(folder)],
+        env=variables, check=False, stdout=stdout, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    return done.stderr.decode(errors="replace")
+
+
+def leave(folder: Path, told: dict[str, Any]) -> None:
+    """Write what was found for the command that started the ranks, on the first of them."""
+    if os.environ.get("RANK") == "0":
+        (folder / RESULT).write_text(json.dumps(told), encoding="utf-8")
+
+
+def leave_complaint(folder: Path, error: AutoparError) -> int:
+    """Write what is wrong for the command that started the ranks; return the exit status of it."""
+    leave(folder, {"error": str(error), "exit_code": error.exit_code})
+    return error.exit_code
+
+
+def found_in(folder: Path, said: str) -> dict[str, Any] | int:
+    """Return what the first rank left in the folder, or, where something was wrong, the exit status, once it is told.
+
+    torchrun's own status is 1 whatever that of a rank was, and what it says buries the rank's one message.
+    """
+    from autopar.cli import INTERNAL_ERROR
+
+    result = folder / RESULT
+    if not result.exists():
+        sys.stderr.write(said)
+        print("autopar: a rank ended without a result; what it said is above", file=sys.stderr)
+        return INTERNAL_ERROR
+    told: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    if "error" in told:
+        print(f"autopar: {told['error']}", file=sys.stderr)
+        return int(told["exit_code"])
+    return told
