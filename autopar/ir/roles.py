@@ -46,6 +46,21 @@ def is_view(op: Op) -> bool:
     return op.target in VIEWS
 
 
+@once_per_graph
+def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
+    """Return, for each value, the value whose memory it shares (itself, if it is no view)."""
+    base: dict[tuple[str, int], tuple[str, int]] = {}
+    for op in graph.ops:
+        for index in range(len(op.outputs)):
+            own = (op.name, index)
+            if op.kind == "call" and is_view(op) and op.refs:
+                ref = op.refs[0]
+                base[own] = base[ref.op, ref.index]
+            else:
+                base[own] = own
+    return base
+
+
 def computes(op: Op) -> bool:
     """Return whether an operator is a kernel that others are not part of: a product, attention, a look-up, a sort."""
     return op.target.startswith(_COMPUTES)
