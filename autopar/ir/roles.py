@@ -1,4 +1,4 @@
-"""Which values are parameters on their way in, and which are gradients on their way out.
+"""Which values are parameters on their way in, which are gradients on their way out, and what views are views of.
 
 Their redistribution waits for nothing and nothing waits for it, so it can run
 behind computation: a gather is issued ahead, a gradient's reduction left running.
