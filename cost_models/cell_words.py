@@ -16,6 +16,7 @@ from cost_models.section import Section
 
 _TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "32": "fp32", "16": "fp16"}
 _PRECISIONS = ("fp32", "bf16", "fp16")
+_PURE = re.compile(r"^(pure|true)[_ -]|[_ -](true|pure)$")
 
 _TF32 = ("tf32", "tensorfloat32", "fp32/tf32", "fp32 (tf32)")
 """What texts call float32 whose products compute in tf32."""
@@ -93,16 +94,21 @@ def precision_of(row: Cells) -> tuple[str, str]:
     fp8 is mixed precision in bf16 whose linear layers compute in fp8; tf32 is float32 whose products compute in it.
     """
     text = text_of(row, "precision").lower()
-    if _NARROW.fullmatch(text):
+    if _NARROW.fullmatch(_PURE.sub("", text)):
         return "bf16", "fp8"
     if text in _TF32:
         return "fp32", "tf32"
-    name = re.sub(r"^(amp|mixed)[_ -]|[_ -](mixed|amp|true|pure)$", "", text)
+    name = re.sub(r"^(amp|mixed|pure|true)[_ -]|[_ -](mixed|amp|true|pure)$", "", text)
     name = _TYPE_NAMES.get(name, name)
     if name not in _PRECISIONS:
         of_mixed = ": mixed with which of them?" if name in {"amp", "mixed", "mixed precision", "o1", "o2"} else ""
         raise CostModelError(f"precision is {text!r}, not one of {', '.join(_PRECISIONS)}, tf32, fp8{of_mixed}")
     return name, ""
+
+
+def is_pure(row: Cells) -> bool:
+    """Return whether parameters are of 16 bits and so is what the optimizer keeps of them: `bf16-true`, `pure_bf16`."""
+    return _PURE.search(text_of(row, "precision").lower()) is not None
 
 
 def recompute_of(row: Cells) -> str:

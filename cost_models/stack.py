@@ -54,6 +54,13 @@ class Stack:
     Transformer Engine's `initialize_ub`: "AllGather buffers use fp8 when using fp8 recipe", scattered sums do not.
     """
 
+    keeps_narrow: bool = False
+    """Whether linear layers that compute in fp8 keep what they cast for backward, not what they cast it of.
+
+    Transformer Engine's `_Linear` and `_LayerNormLinear` save the cast input (transformer_engine/pytorch/module), and
+    so do HAI-LLM's (DeepSeek-V3's report, section 3.3.3); torchao's float8 saves the input as it is.
+    """
+
     balances: bool = True
     """Whether context parallelism splits positions, each rank's from both ends, or exchanges heads (DeepSpeed)."""
 
@@ -223,6 +230,7 @@ _CORE = Stack(
     overlaps_tensor=True,
     gathers_again=True,
     gathers_narrow=True,
+    keeps_narrow=True,
     rings=True,
     joins=True,
     fuses_parts=True,
@@ -284,7 +292,14 @@ _FRAMEWORKS = (
     ),
     (
         r"composer|llm.?foundry",
-        Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, cross_entropy="composer"),
+        Stack(
+            "eager",
+            float32_gradients=False,
+            overlaps=True,
+            keeps_narrow=True,
+            stops_early=True,
+            cross_entropy="composer",
+        ),
     ),
     (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True)),
     (

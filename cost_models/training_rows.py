@@ -19,6 +19,7 @@ from cost_models.cell_words import (
     fuses_attention,
     is_compiled,
     is_encoder,
+    is_pure,
     precision_of,
     recompute_of,
     shard_group_of,
@@ -138,6 +139,9 @@ class TrainingRow:
     narrow: str
     """The type in which linear layers of blocks compute, where it is another (`fp8`)."""
 
+    pure: bool
+    """Whether nothing is kept of parameters in more bits than their own: no float32 copies, no float32 state."""
+
     dp: int
     dp_shard: int
     """Data-parallel ranks, neighbours, over which `zero` shards; what it shards is replicated across such groups."""
@@ -213,12 +217,13 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
     precision, narrow = precision_of(row)
     stack = stack_of(framework, is_compiled(row)).at_zero(zero)
+    stack = stack.of_year(count_of(row, "year")).cut(architecture.layers, stages)
     read = TrainingRow(
         id=(row.get("id") or "").strip() or "row",
         source=(row.get("source") or "").strip() or "no source named",
         model=(row.get("model") or "").strip() or architecture.family,
         architecture=architecture,
-        stack=stack.of_year(count_of(row, "year")).cut(architecture.layers, stages),
+        stack=replace(stack, float32_gradients=False) if is_pure(row) else stack,
         year=count_of(row, "year"),
         device=device,
         described=described,
@@ -230,6 +235,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         seq_len=count_of(row, "seq_len"),
         precision=precision,
         narrow=narrow,
+        pure=is_pure(row),
         dp=dp,
         dp_shard=shard_group_of(row, dp // ep, count_of(row, "gpus_per_node") // (tp * cp)),
         tp=tp,

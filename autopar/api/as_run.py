@@ -42,6 +42,9 @@ class AsRun(Solving):
     """Solving for one trial that leaves nothing open but layouts inside the tensor-parallel group."""
 
     stack: Stack = field(default_factory=pytorch)
+    masters: bool = True
+    """Whether the optimizer has float32 copies of parameters of 16 bits, and its state in float32."""
+
     sharded_optimizer: bool = False
     """Whether each rank holds the optimizer's state of a part of its parameters (ZeRO 1 and 2)."""
 
@@ -166,11 +169,13 @@ class AsRun(Solving):
 
     @property
     def optimizer(self) -> str:
-        """Return the optimizer: on float32 copies of parameters of 16 bits; sharded over the ranks that hold the same.
+        """Return the optimizer: on float32 copies of parameters of 16 bits, but where software keeps none; sharded.
+
+        Over the ranks that hold the same.
 
         Plans of ours have no such copies: the user's optimizer updates the parameters that the model has.
         """
-        mixed = self.options.precision != "fp32" and _has_short_parameters(self.program)
+        mixed = self.masters and self.options.precision != "fp32" and _has_short_parameters(self.program)
         name = with_master(self.options.optimizer) if mixed else self.options.optimizer
         return with_shards(name, self.replicas) if self.sharded_optimizer else name
 

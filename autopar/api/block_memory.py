@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from autopar.costs.liveness import base_of, gradients_of, lives, lives_of_step, local_bytes
+from autopar.costs.liveness import gradients_of, lives, lives_of_step, local_bytes
 from autopar.costs.outcome import Outcome
 from autopar.costs.timing import pairs
 from autopar.ir.graph import Graph, Op
+from autopar.ir.roles import base_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class BlockMemory:
         """Return what operators make, and until when its own memory is read."""
         found = []
         for life in lives(self._graph):
-            size = self._bytes(life.op, life.index)
+            size = life.share * self._bytes(life.op, life.index)
             if size:
                 value = (life.op, life.index)
                 until = min(life.last, max(life.first, self.outcome.needed_until.get(value, life.last)))
@@ -96,10 +97,12 @@ class BlockMemory:
     @cached_property
     def _moments(self) -> list[_Held]:
         """Return the same without sums over micro-batches, which are held throughout."""
-        until = {held.value: held.last for held in self._values}
+        until: dict[tuple[str, int] | None, int] = {}
+        for held in self._values:
+            until[held.value] = max(held.last, until.get(held.value, 0))
         found = []
         for life in lives_of_step(self._graph, accumulates=True):
-            size = self._bytes(life.op, life.index)
+            size = life.share * self._bytes(life.op, life.index)
             if life.first > 0 and size and not self._joins_stages(self._graph.by_name[life.op]):
                 value = (life.op, life.index)
                 last = min(life.last, max(life.first, until.get(value, life.last)))

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from autopar.api.places import Places
 from autopar.costs.links import Message
-from autopar.costs.liveness import base_of, local_bytes
+from autopar.costs.liveness import local_bytes
 from autopar.costs.outcome import Outcome
 from autopar.ir.graph import Graph, Op
+from autopar.ir.roles import base_of
 from autopar.ir.schedule import PipelineSchedule
 from autopar.search.assignments import Order
 from autopar.search.cuts import Cut

@@ -14,11 +14,11 @@ from autopar.capture.recompute import KEPT, block_of, copies_of
 from autopar.costs.again import kept_values
 from autopar.costs.expanded import index_shares
 from autopar.costs.links import Links
-from autopar.costs.liveness import base_of, gradients_of
+from autopar.costs.liveness import gradients_of
 from autopar.costs.operators import seconds
 from autopar.costs.optimizer import state_bytes
 from autopar.ir.graph import Graph, Op
-from autopar.ir.roles import parameter_like
+from autopar.ir.roles import base_of, parameter_like
 from autopar.ir.stages import stage_of, units
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats

@@ -154,13 +154,15 @@ def estimates_of(read: TrainingRow) -> Estimates:
     way = _recompute(read)
     trial = Trial(_axes(read, count), read.pp, way)
     way_priced: Uniform = "whole" if way == "full" and read.stack.reruns_all else way
-    graph = _recomputed(_program_key(read), way_priced, read.stack.fuses_parts)
+    narrow = bool(read.narrow) and read.stack.keeps_narrow
+    graph = _recomputed(_program_key(read), way_priced, read.stack.fuses_parts, narrow)
     dtype = PEAK_DTYPE[read.precision]
     solving = AsRun(
         graph,
         training_cluster(read),
         options,
         stack=read.stack,
+        masters=not read.pure,
         mixture=read.architecture.mixture,
         sharded_optimizer=read.zero in {1, 2},
         replicas=read.dp_shard * read.cp,
@@ -189,15 +191,18 @@ def _axes(read: TrainingRow, microbatches: int) -> Candidate:
 
 
 @lru_cache(maxsize=2)
-def _recomputed(key: ProgramKey, way: Uniform, parts: bool) -> Graph:
+def _recomputed(key: ProgramKey, way: Uniform, parts: bool, narrow: bool) -> Graph:
     """Return a program in which what is recomputed runs again; what is known of the graph stays known for all rows.
 
-    `parts`: so does what kernels of whole norms, gated activations and rotations do not keep for backward.
+    `parts`: so does what kernels of whole norms, gated activations and rotations do not keep for backward. `narrow`:
+    linear layers keep what they cast.
     """
     graph = _graph(key)
     if way != "none":
-        return recomputed_graph(graph, way, redraws=True, parts=parts)
-    return recomputed_graph(graph, {}, redraws=True, parts=True) if parts else graph
+        graph = recomputed_graph(graph, way, redraws=True, parts=parts)
+    elif parts:
+        graph = recomputed_graph(graph, {}, redraws=True, parts=True)
+    return replace(graph, keeps_narrow=True) if narrow else graph
 
 
 def _recompute(read: TrainingRow) -> Uniform:

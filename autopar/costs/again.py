@@ -10,10 +10,10 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.costs.liveness import base_of, local_bytes
+from autopar.costs.liveness import local_bytes
 from autopar.costs.outcome import Outcome
 from autopar.ir.graph import Graph, Ref
-from autopar.ir.roles import is_view, parameter_like
+from autopar.ir.roles import base_of, is_view, parameter_like
 
 
 def kept_values(graph: Graph, again: Collection[str]) -> set[tuple[str, int]]:

@@ -10,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.costs.links import Links, Message
-from autopar.costs.liveness import Beside, CopyLife, base_of, local_bytes, makers_of_gradients, settled_at
+from autopar.costs.liveness import Beside, CopyLife, local_bytes, makers_of_gradients, settled_at
+from autopar.costs.narrowing import KeptNarrow, kept_narrow
 from autopar.costs.packing import Order, memory_order
 from autopar.costs.routes import Routes
 from autopar.costs.workspaces import gather_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Layout
 from autopar.ir.reshard import Step
+from autopar.ir.roles import base_of
 from autopar.ir.table import Floats
 from autopar.ir.tensor import TensorMeta
 
@@ -67,7 +69,29 @@ class Copies:
     @cached_property
     def plain(self) -> CopyLife:
         """Return copies that exist from the first to the last of those that read them."""
-        return CopyLife(self.lives, self._read_bytes * self.routes.moves, beside=self._gathering())
+        held = self._read_bytes * self.routes.moves
+        return CopyLife(self.lives, held, beside=(*self._narrow(held), *self._gathering()))
+
+    def _narrow(self, held: Floats) -> tuple[Beside, ...]:
+        """Return what is held more and less where linear layers keep what they cast of a copy, in place of the copy."""
+        casts = [each for each in map(self._cast, self.lives) if each is not None]
+        if not casts or self.graph.ops[self.lives[0][0]].phase != "forward":
+            return ()
+        # Of what is gathered again neither is there in backward.
+        kept = held * (self.again_s == 0.0)
+        share = casts[0][1].share
+        both = tuple((life[0], cast.first, cast.read_until) for life, cast in casts)
+        instead = tuple((life[0], cast.read_until + 1, max(life[1], cast.read_until)) for life, cast in casts)
+        return _any(Beside(share * kept, both), Beside((share - 1.0) * kept, instead))
+
+    def _cast(self, life: tuple[int, int]) -> tuple[tuple[int, int], KeptNarrow] | None:
+        """Return a life and the cast that is kept of its instance; `None` where none is."""
+        if not self.graph.keeps_narrow:
+            return None
+        base, known = base_of(self.graph), kept_narrow(self.graph)
+        of_instances = (known.get(base[op.name, 0]) for op in self.graph.instances[self.producer])
+        later = [each for each in of_instances if each is not None and life[0] <= each.first and each.last <= life[1]]
+        return (life, min(later, key=lambda each: each.first)) if later else None
 
     @cached_property
     def again_s(self) -> Floats:

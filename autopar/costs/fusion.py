@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.costs.liveness import base_of
 from autopar.ir.graph import Graph, Op, once_per_graph
-from autopar.ir.roles import computes, is_view
+from autopar.ir.roles import base_of, computes, is_view
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.costs.issued import Issued
 from autopar.costs.links import Links
-from autopar.costs.liveness import base_of, gradients_of, is_term, local_bytes, settled_at, settled_behind
+from autopar.costs.liveness import gradients_of, is_term, local_bytes, settled_at, settled_behind
 from autopar.costs.moves import readers
 from autopar.costs.optimizer import state_bytes
 from autopar.costs.regathers import passes
@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph, Ref
 from autopar.ir.placement import Layout, Shard, local_outer
 from autopar.ir.plan import Memory
 from autopar.ir.reshard import PACKED_BYTES, SUMMED_BYTES, route
-from autopar.ir.roles import is_view
+from autopar.ir.roles import base_of, is_view
 from autopar.ir.table import Floats
 from autopar.ir.tensor import TensorMeta
 
@@ -50,7 +50,7 @@ def held_memory(outcome: Outcome) -> Memory:
         if life.first == 0 and (life.op, life.index) in reduced:
             held = meta.nbytes * reduced[life.op, life.index] if meta is not None else 0.0
         else:
-            held = local_bytes(meta, made_in, sizes) if meta is not None else 0.0
+            held = life.share * local_bytes(meta, made_in, sizes) if meta is not None else 0.0
         if (life.op, life.index) in returned:
             gradients += held
         else:
@@ -171,7 +171,7 @@ def _freed_bytes(outcome: Outcome, needed: Mapping[tuple[str, int], int]) -> Flo
         held_throughout = graph.by_name[life.op].kind != "call"
         if until < life.last and meta is not None and not held_throughout:
             made_in = outcome.strategy(graph.representative(life.op)).outputs[life.index]
-            size = local_bytes(meta, made_in, outcome.links.sizes)
+            size = life.share * local_bytes(meta, made_in, outcome.links.sizes)
             steps[until + 1] += size
             steps[life.last + 1] -= size
     return np.cumsum(steps)[: len(graph.ops) + 1]

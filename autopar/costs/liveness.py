@@ -9,18 +9,19 @@ lives from the first to the last reader that shares it.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autopar.costs.clusters import Cluster
+from autopar.costs.narrowing import kept_narrow
 from autopar.costs.optimizer import state_bytes
 from autopar.ir.graph import Graph, Op, once_per_graph
 from autopar.ir.placement import Layout, Partial, local_shape
 from autopar.ir.reshard import AHEAD_BYTES
-from autopar.ir.roles import gradient_values, is_view
+from autopar.ir.roles import base_of, gradient_values
 from autopar.ir.table import Floats, MemoryRow
 from autopar.ir.tensor import TensorMeta
 
@@ -35,6 +36,9 @@ class Life:
     last: int
     if_whole: bool = False
     """Whether only a value that is no term of a sum over ranks is held."""
+
+    share: float = 1.0
+    """What is held, over the bytes of the value: less than all of one that was cast to a narrower type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +71,6 @@ class CopyLife:
 
 
 @once_per_graph
-def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
-    """Return, for each value, the value whose memory it shares (itself, if it is no view)."""
-    base: dict[tuple[str, int], tuple[str, int]] = {}
-    for op in graph.ops:
-        for index in range(len(op.outputs)):
-            own = (op.name, index)
-            if op.kind == "call" and is_view(op) and op.refs:
-                ref = op.refs[0]
-                base[own] = base[ref.op, ref.index]
-            else:
-                base[own] = own
-    return base
-
-
-@once_per_graph
 def _last_read(graph: Graph) -> dict[tuple[str, int], int]:
     """Return the position of the last operator that reads each value, itself or a view of it."""
     base = base_of(graph)
@@ -109,7 +98,16 @@ def lives(graph: Graph) -> list[Life]:
                 until = end if held else last.get((op.name, index), position)
                 until -= (op.name, index) in written
                 found.append(Life(op.name, index, first, until))
-    return found
+    return [part for life in found for part in _parts(graph, life)]
+
+
+def _parts(graph: Graph, life: Life) -> list[Life]:
+    """Return the lives of a value and of what linear layers cast it to and keep in its stead."""
+    narrow = kept_narrow(graph).get((life.op, life.index)) if graph.keeps_narrow else None
+    if narrow is None:
+        return [life]
+    cast = replace(life, first=narrow.first, last=narrow.last, share=narrow.share)
+    return [replace(life, last=narrow.read_until), cast]
 
 
 _INTO_FIRST = frozenset(
@@ -314,8 +312,8 @@ def least_peak_bytes(graph: Graph, world_size: int, optimizer: str) -> float:
     for life in lives(graph):
         meta = graph.by_name[life.op].outputs[life.index]
         if meta is not None:
-            steps[life.first] += meta.nbytes
-            steps[life.last + 1] -= meta.nbytes
+            steps[life.first] += life.share * meta.nbytes
+            steps[life.last + 1] -= life.share * meta.nbytes
     return float(np.cumsum(steps).max() / world_size)
 
 
@@ -389,11 +387,10 @@ class Holdings:
 
     def row(self, at: int) -> MemoryRow:
         """Return what one device holds while the operator at position `at` runs."""
-        alive = Counter(
-            (self.graph.representative(life.op), life.index, life.if_whole)
-            for life in self.own_lives
-            if life.first <= at <= life.last
-        )
+        alive: dict[tuple[str, int, bool], float] = defaultdict(float)
+        for life in self.own_lives:
+            if life.first <= at <= life.last:
+                alive[self.graph.representative(life.op), life.index, life.if_whole] += life.share
         nodes = {node: held.copy() for node, held in self._resting.items()}
         for (rep, index, if_whole), count in alive.items():
             node = self.home[rep]
@@ -427,8 +424,8 @@ class Holdings:
                 size[key] = local_bytes(meta, layout, self.sizes) if meta is not None else 0.0
             if life.if_whole and is_term(layout):
                 continue
-            steps[life.first] += size[key]
-            steps[life.last + 1] -= size[key]
+            steps[life.first] += life.share * size[key]
+            steps[life.last + 1] -= life.share * size[key]
         for rep, working in self.workspaces.items():
             held = working[options[self.home[rep]]]
             for op in self.graph.instances[rep]:

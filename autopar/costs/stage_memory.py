@@ -7,7 +7,7 @@ flight, and what is alive just then.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,16 +117,16 @@ class StageHoldings:
     def row(self, at: int) -> MemoryRow:
         """Return what the rank that runs the operator at position `at` holds then."""
         rank = int(self._rank_at[at])
-        alive: Counter[tuple[str, int]] = Counter()
+        alive: dict[tuple[str, int], float] = defaultdict(float)
         for life, rep, own, beside in self._lives:
             if own is None or own == rank:
                 count = (life.first <= at <= life.last) + beside
                 if count:
-                    alive[rep] += count
+                    alive[rep] += life.share * count
         nodes = {node: held.copy() for node, held in self._resting[rank].items()}
-        for (rep_name, index), count in alive.items():
+        for (rep_name, index), times in alive.items():
             node = self.whole.home[rep_name]
-            held = count * self.whole.value_bytes(rep_name, index)
+            held = times * self.whole.value_bytes(rep_name, index)
             nodes[node] = nodes[node] + held if node in nodes else held
         groups: dict[int, Floats] = {}
         for number, copy in enumerate(self.whole.copies):
@@ -157,11 +157,11 @@ class StageHoldings:
                 layout = whole.clusters[node].strategy(rep[0], options[node]).outputs[rep[1]]
                 meta = whole.graph.by_name[rep[0]].outputs[rep[1]]
                 size[rep] = local_bytes(meta, layout, whole.sizes) if meta is not None else 0.0
-            steps = shared if holder is None else own[holder]
-            steps[life.first] += size[rep]
-            steps[life.last + 1] -= size[rep]
+            steps, held = shared if holder is None else own[holder], life.share * size[rep]
+            steps[life.first] += held
+            steps[life.last + 1] -= held
             if beside and holder is not None:
-                own[holder, 0] += beside * size[rep]
+                own[holder, 0] += beside * held
         for copy, pairs in zip(whole.copies, copies, strict=True):
             held = sum(copy.bytes[pair] for pair in pairs)
             for first, last, rank, beside in self._copy_lives(copy) if held else ():

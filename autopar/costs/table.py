@@ -20,14 +20,7 @@ from autopar.costs.copies import Copies
 from autopar.costs.expanded import index_shares
 from autopar.costs.fusion import fused_traffic
 from autopar.costs.links import UNREACHABLE, Links
-from autopar.costs.liveness import (
-    CopyLife,
-    Holdings,
-    base_of,
-    gradient_indices,
-    is_term,
-    prefetched,
-)
+from autopar.costs.liveness import CopyLife, Holdings, gradient_indices, is_term, prefetched
 from autopar.costs.narrowing import narrowed_products
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.regathers import sharers_again
@@ -39,7 +32,7 @@ from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.microbatches import parted
 from autopar.ir.placement import Layout, Partial, Replicate, Shard, is_at_rest
 from autopar.ir.plan import Gather, Reduce
-from autopar.ir.roles import is_view, parameter_like
+from autopar.ir.roles import base_of, is_view, parameter_like
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import CostTable, Demand, Floats, Group, Node
 from autopar.ir.tensor import TensorMeta

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from autopar.costs.buckets import together
 from autopar.costs.issued import Copy, Issued
-from autopar.costs.liveness import base_of, local_bytes
+from autopar.costs.liveness import local_bytes
 from autopar.costs.moves import copy_read, roots_of
 from autopar.costs.outcome import Outcome
 from autopar.ir.graph import Op, Ref
 from autopar.ir.mesh import Mesh
-from autopar.ir.roles import gradient_values
+from autopar.ir.roles import base_of, gradient_values
 from autopar.ir.tasks import Task, collective_name
 
 _Place = tuple[int, int, int]

@@ -119,6 +119,9 @@ class Graph:
     batch_size: int = 0
     """Size of the global batch dimension (dimension 0 of the inputs); 0 where there is none."""
 
+    keeps_narrow: bool = False
+    """Whether linear layers that compute in 8 bits keep for backward what they cast, not what they cast it of."""
+
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
         """Return the operators by name."""

@@ -1,4 +1,4 @@
-"""Which values are parameters on their way in, and which are gradients on their way out.
+"""Which values are parameters on their way in, which are gradients on their way out, and what views are views of.
 
 Their redistribution waits for nothing and nothing waits for it, so it can run
 behind computation: a gather is issued ahead, a gradient's reduction left running.
@@ -44,6 +44,21 @@ LAST_STEPS = frozenset(
 def is_view(op: Op) -> bool:
     """Return whether the operator's outputs share the memory of its first input."""
     return op.target in VIEWS
+
+
+@once_per_graph
+def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
+    """Return, for each value, the value whose memory it shares (itself, if it is no view)."""
+    base: dict[tuple[str, int], tuple[str, int]] = {}
+    for op in graph.ops:
+        for index in range(len(op.outputs)):
+            own = (op.name, index)
+            if op.kind == "call" and is_view(op) and op.refs:
+                ref = op.refs[0]
+                base[own] = base[ref.op, ref.index]
+            else:
+                base[own] = own
+    return base
 
 
 def computes(op: Op) -> bool:

@@ -164,3 +164,35 @@ def test_what_is_cast_before_it_is_gathered_takes_half_as_long():
 
     assert narrow < wide
     assert len(same) == 1, "nothing is cast"
+
+
+@pytest.mark.parametrize("way", [{"pp": "1"}, {"pp": "3", "dp": "2", "gpus": "6", "micro_batch": "1"}])
+def test_linear_layers_that_keep_what_they_cast_need_less_memory_in_the_same_time(way: dict[str, str]):
+    row = _row(**{"precision": "fp8", "global_batch": "24", **way})
+    cast, whole = (_priced(row, keeps_narrow=each) for each in (True, False))
+    # Inputs of qkv, gate and up, and down, of 16 bits; what attention makes is kept besides by attention itself.
+    held = row.micro_batch * row.seq_len * (2 * 2048 + 8192 - 2048)
+
+    assert cast.memory.activations <= whole.memory.activations - held
+    assert cast.step_time_s == pytest.approx(whole.step_time_s, rel=1e-6)
+
+
+def test_software_on_transformer_engine_keeps_what_it_casts_and_torchao_does_not():
+    row = _row(precision="fp8")
+    held = {
+        name: _priced(_row(precision="fp8", framework=name)).memory.activations
+        - _priced(_row(precision="fp8", framework=name), keeps_narrow=False).memory.activations
+        for name in ("nemo", "composer", "torchtitan")
+    }
+
+    assert row.stack.keeps_narrow
+    assert (held["nemo"] < 0, held["composer"] < 0, held["torchtitan"]) == (True, True, 0)
+
+
+def test_pure_bf16_has_no_float32_beside_its_parameters():
+    mixed, pure = (_priced(_row(framework="pytorch", precision=each)) for each in ("bf16", "bf16-true"))
+
+    # A float32 copy, two moments in float32: 12 bytes a parameter; two in bf16: 4.
+    assert pure.memory.parameters == mixed.memory.parameters
+    assert mixed.memory.optimizer == pytest.approx(3 * pure.memory.optimizer, rel=1e-3)
+    assert pure.step_time_s < mixed.step_time_s
