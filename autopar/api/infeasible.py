@@ -76,7 +76,12 @@ def batch(fixed: Mapping[str, int], size: int, leading: Sequence[int]) -> Infeas
     nearest = f"{size // parts * parts} or {ceil(size / parts) * parts}" if size > parts else str(parts)
     same = leading.count(size)
     whose = "the inputs" if same == len(leading) else f"{same} of {len(leading)} inputs"
-    stack = "" if same == len(leading) else ". Samples that come as a list of tensors have to be stacked into one"
+    stack = ""
+    if same < len(leading):
+        stack = (
+            ". The batch is dimension 0: inputs with time first have to be transposed inside forward, and samples that "
+            "come as a list of tensors have to be stacked into one"
+        )
     return InfeasibleError(
         f"{' '.join(f'--fix {k}={v}' for k, v in asked.items())}: the batch of {size} (dimension 0 of {whose}) does "
         f"not divide into {parts} equal parts; take a batch of {nearest}, or lower degrees{stack}"

@@ -131,7 +131,8 @@ class _Cut:
     def __post_init__(self) -> None:
         self.in_levels = RunInLevels(in_two_levels(self.decisions.collectives))
         self.begun = hoisted(self.gm, self.graph, self.decisions)
-        self.count = max(self.stage_of.values(), default=0) + 1
+        # An evaluation program may run nothing on the last of the planned stages.
+        self.count = max(*self.stage_of.values(), len(self.decisions.stages) - 1, 0) + 1
         output = next(iter(self.gm.graph.find_nodes(op="output")))
         self.results = {"output": {}, "mutation": {}, "gradient": {}}
         for each, node in zip(self.graph.outputs, output.args[0], strict=True):

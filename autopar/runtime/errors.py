@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autopar.errors import (
     AutoparError,
     CaptureError,
+    InfeasibleError,
     InputMismatchError,
     RanksDisagreeError,
     StalePlanError,
@@ -473,3 +474,13 @@ def _are(count: int) -> str:
 def _list(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)})"
+
+
+def state_elsewhere(names: Sequence[str]) -> InfeasibleError:
+    """Return the error about a program with gradients whose stages need what others have in training."""
+    shown = ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
+    return InfeasibleError(
+        f"this call computes with {shown} on another pipeline rank than training does, where it can have no gradient; "
+        "call the model under torch.no_grad(), to which such parameters are lent, or let training and evaluation go "
+        "through the same modules in the same order"
+    )

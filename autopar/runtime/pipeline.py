@@ -19,6 +19,7 @@ from autopar.ir.placement import local_shape
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Event
 from autopar.runtime import stop_notes
+from autopar.runtime.borrowing import Lent, form_of, loans
 from autopar.runtime.errors import (
     CollectiveError,
     PeerLostError,
@@ -30,6 +31,7 @@ from autopar.runtime.errors import (
     own_failure,
     peer_failed,
     pipeline_stopped,
+    state_elsewhere,
     unfrozen,
 )
 from autopar.runtime.executable import compile_graph, place_constants
@@ -48,6 +50,8 @@ from autopar.runtime.stage_run import StageRun, Take
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, rebuilder
 from autopar.runtime.whole import whole
+
+_STATES = frozenset({"parameter", "buffer"})
 
 
 class StagedBound:
@@ -152,9 +156,14 @@ class StagedBound:
         rooms = {name: room_of(table[key]) for name, (table, key) in self._tables.items()}
         self._rooms = {name: room for name, room in rooms.items() if room is not None}
         known = {*self._tables, *self._constants, *self._inputs, *self.program.staged.total_names}
-        absent = sorted(wanted - known)
-        if absent:
-            raise RuntimeError(f"this rank's stages take {absent}, which are not on it: a fault of this compiler")
+        self._absent = sorted(wanted - known)
+        states = {start.name: start.target for start in self.program.placeholders if start.kind in _STATES}
+        changed = {name for stage in stages for name in stage.mutated}
+        fixed = [name for name in self._absent if name in changed or name not in states]
+        if fixed:
+            raise RuntimeError(f"this rank's stages take {fixed}, which are not on it: a fault of this compiler")
+        if self._absent and self._loss is not None:
+            raise state_elsewhere([states[name] for name in self._absent])
 
     def _bind_shared(self) -> Sources:
         """Learn from all ranks what crosses stages: who makes which output, what is trained, who draws."""
@@ -199,7 +208,21 @@ class StagedBound:
             graded_inputs=[start.name for start in self._graded_inputs],
             one=self._unit_tangent(),
             joined=staged.joined,
+            lent=self._loans(),
         )
+
+    def _loans(self) -> tuple[Lent, ...]:
+        """Learn from all ranks what evaluation needs of other pipeline ranks."""
+        lacks = self._pipeline.ranks.gather(self._absent)
+        if not any(lacks):
+            return ()
+        asked = {name for names in lacks for name in names}
+        mine = {
+            name: form_of(table[key], self._rooms.get(name))
+            for name, (table, key) in self._tables.items()
+            if name in asked
+        }
+        return loans(self._pipeline, lacks, self._pipeline.ranks.gather(mine))
 
     def _unit_tangent(self) -> torch.Tensor | None:
         meta = None if self._loss is None else self.program.outputs[self._loss].meta

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from autopar._torch import local_of
 from autopar.ir.schedule import Action
 from autopar.ir.timeline import COMPUTE_STREAM, Event
+from autopar.runtime.borrowing import Lent
 from autopar.runtime.errors import group_lost
 from autopar.runtime.messages import Mailbox
 from autopar.runtime.pipeline_outputs import Outputs
@@ -93,6 +94,9 @@ class Sources:
     joined: Mapping[str, str] = field(default_factory=dict)
     """Buffers whose new value is made of what micro-batches give for it, and by which reduction."""
 
+    lent: Sequence[Lent] = ()
+    """What evaluation takes of other pipeline ranks, or gives them."""
+
 
 _JOIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -111,6 +115,7 @@ class Step:
         self._tensors = tensors
         self._totals: dict[str, torch.Tensor] = {}
         self._locals: dict[str, torch.Tensor] = {}
+        self._borrowed: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._mutations: dict[str, tuple[int, torch.Tensor]] = {}
         """New values of buffers, each with the stage that made it: others may make the same."""
@@ -135,6 +140,7 @@ class Step:
             stage.reset()
         sources.outputs.begin(trains=self._way.trains)
         seed = None if sources.seeds is None else sources.seeds.draw()
+        self._borrow()
         self._add_up()
         for stage in self._way.stages.values():
             stage.begin(self._lookup)  # before anything is waited for from other stages
@@ -189,9 +195,20 @@ class Step:
 
     def _held(self, name: str) -> torch.Tensor:
         """Return a parameter or buffer as programs take it."""
+        if name in self._borrowed:
+            return self._borrowed[name]
         table, key = self._sources.tables[name]
         room = self._sources.rooms.get(name)
         return local_of(table[key]) if room is None else room.around(local_of(table[key]))
+
+    def _borrow(self) -> None:
+        """Get what this step needs of other pipeline ranks, and give them what they need."""
+        if self._way.trains:
+            return
+        for each in self._sources.lent:
+            got = each.borrow(self._held, self._pipeline)
+            if got is not None:
+                self._borrowed[each.name] = got
 
     def _add_up(self) -> None:
         totals = self._sources.totals

@@ -240,7 +240,10 @@ def test_samples_in_a_list_are_to_be_stacked() -> None:
 
     batch = ([torch.randn(3, 8, 8) for _ in range(4)], torch.randint(2, (4,)))
 
-    with pytest.raises(InfeasibleError, match=r"the batch of 3 \(dimension 0 of 4 of 5 inputs\) .* have to be stacked"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"the batch of 3 \(dimension 0 of 4 of 5 inputs\) .* time first have to be .* have to be stacked",
+    ):
         autopar.plan(Images(3, 2), "cpu:2", example_inputs=batch, fix={"dp_replicate": 2})
 
 
