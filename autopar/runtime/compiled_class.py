@@ -14,7 +14,7 @@ from torch import nn
 from autopar._torch import is_dtensor
 from autopar.runtime.errors import compiled_not_pickled, dtype_not_changed, not_resized, not_saved
 from autopar.runtime.initialising import apply_whole
-from autopar.runtime.loops import warn_of_sums
+from autopar.runtime.loops import refuse_wrappers, warn_of_sums
 from autopar.runtime.own_states import OwnState, distributed
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ _RESIZES = "resize_token_embeddings"
 def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of the model's class whose forward runs the programs."""
 
-    @functools.wraps(kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[RUNNER].call(self, args, kwargs)
+
+    why = "autopar.compile has made its program already, with the collectives of its plan"
+    forward = functools.wraps(kind.forward)(torch.compiler.disable(run, reason=why))  # type: ignore[no-untyped-call]
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """Return a copy with tensors of its own, run by the same programs; all ranks must make it."""
@@ -52,7 +54,8 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         return kind.apply(self, fn) if runner.ranks.world_size == 1 else apply_whole(self, fn, runner)
 
     def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters; tells of loops that would add up over these alone."""
+        """Yield this rank's parameters; tells of loops that would add up over these alone, and of other wrappers."""
+        refuse_wrappers(kind.__name__)
         warn_of_sums(self, _runner(self))
         yield from kind.named_parameters(self, *args, **kwargs)
 
