@@ -47,6 +47,18 @@ _MIXED = {
     "nodes": {"new": {"preset": "dgx-h100"}, "old": {"preset": "dgx-a100-80gb"}},
     "groups": [{"node": "new", "count": 2}, {"node": "old", "count": 2}],
 }
+_SINGLES = {
+    "version": 1,
+    "name": "16 hosts of one L4 on 25 Gbit/s",
+    "nodes": {"host": {"device": "l4", "count": 1, "nic": {"bandwidth": "25Gbit/s", "latency": "20us"}}},
+    "groups": [{"node": "host", "count": 16}],
+}
+_THREE = {
+    "version": 1,
+    "name": "3x8 A100 on 100 Gbit/s",
+    "nodes": {"hgx": {"preset": "dgx-a100-80gb", "nic": {"bandwidth": "100Gbit/s", "latency": "5us"}}},
+    "groups": [{"node": "hgx", "count": 3}],
+}
 _MANY = {"tp": 8, "pps": (4, 8)}
 
 
@@ -95,6 +107,16 @@ POINTS = {
     "70b-131k": Point("zoo:llama3-70b", "dgx-h100x16", 4, 131072, **_MANY, cps=(4, 8, 16), sizes=(1,)),
     "mixtral-32h100": Point("zoo:mixtral-8x7b", "dgx-h100x4", 128, 4096, eps=(8,), pps=(4,), tp=4),
     "deepseek-32h100": Point("zoo:deepseek-v2-lite", "dgx-h100x4", 256, 4096, eps=(8, 32), pps=(2,)),
+    "gpt13b-64a100": Point("zoo:gpt3-13b", "dgx-a100-80gbx8", 256, 2048, tp=4, pps=(2, 4, 8)),
+    "llama2-70b-64h100": Point("zoo:llama2-70b", "dgx-h100x8", 128, 4096, tp=8, pps=(2, 4), sizes=(1,)),
+    "llama2-7b-16a100": Point("zoo:llama2-7b", "dgx-a100-40gbx2", 64, 4096, tp=4, pps=(2, 4)),
+    "gpt2xl-8v100": Point("zoo:gpt2-xl", "dgx-1-v100", 64, 1024, "fp16", tp=4, pps=(2, 4)),
+    "gpt6.7b-24a100": Point("zoo:gpt3-6.7b", _THREE, 96, 2048, pps=(3, 6)),
+    "llama1b-16l4": Point("zoo:llama3-1b", _SINGLES, 128, 2048, pps=(2, 4, 8)),
+    "mixtral22b-64h100": Point("zoo:mixtral-8x22b", "dgx-h100x8", 128, 4096, tp=4, pps=(4, 8), eps=(8,), sizes=(1,)),
+    "llama8b-16h200": Point("zoo:llama3-8b", "p5enx2", 512, 8192, pps=(2,)),
+    "bert-16t4": Point("zoo:bert-large", "t4:4x4", 256, 512, "fp16", pps=(2, 4), sizes=(2, 4)),
+    "405b-512h100": Point("zoo:llama3-405b", "dgx-h100x64", 512, 8192, tp=8, pps=(8, 16), sizes=(1,)),
 }
 
 
@@ -132,6 +154,11 @@ def recipes(point: Point, devices: int, per_node: int) -> Iterator[tuple[str, Fi
         for cp in point.cps[:1]:
             left = {"dp_shard": devices // (pp * cp * tp), "zero": 1, **cut, "recompute": "full"}
             yield f"tp={tp} pp={pp} cp={cp} microbatch={size} full", {"tp": tp, "cp": cp, **left}
+    for pp, chunks, way in product(point.pps, (2, 4), ("none", "selective", "full")):
+        cut = {"pp": pp, "schedule": "interleaved_1f1b", "interleave": chunks, "microbatch": point.sizes[0]}
+        for tp in sorted({1, point.tp}):
+            left = {"tp": tp, "dp_shard": devices // (tp * pp), "zero": 1, **cut, "recompute": way}
+            yield f"tp={tp} pp={pp}x{chunks} microbatch={point.sizes[0]} {way}", left
 
 
 def compare(name: str) -> dict[str, Any]:
