@@ -14,7 +14,7 @@ from torch import nn
 from autopar._torch import is_dtensor
 from autopar.runtime.errors import compiled_not_pickled, dtype_not_changed, not_resized, not_saved
 from autopar.runtime.initialising import apply_whole
-from autopar.runtime.loops import warn_of_sums
+from autopar.runtime.loops import refuse_wrappers, warn_of_sums
 from autopar.runtime.own_states import OwnState, distributed
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ ELSEWHERE = "_autopar_elsewhere"
 
 _RESIZES = "resize_token_embeddings"
 """Method of transformers' models that gives them other parameters."""
+
+_MADE = "autopar.compile has made its program already, with the collectives of its plan"
+"""Why torch.compile around a compiled model is not to trace what runs it."""
 
 
 @functools.cache
@@ -52,7 +55,8 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         return kind.apply(self, fn) if runner.ranks.world_size == 1 else apply_whole(self, fn, runner)
 
     def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters; tells of loops that would add up over these alone."""
+        """Yield this rank's parameters; tells of loops that would add up over these alone, and of other wrappers."""
+        refuse_wrappers(kind.__name__)
         warn_of_sums(self, _runner(self))
         yield from kind.named_parameters(self, *args, **kwargs)
 
@@ -71,7 +75,7 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         raise compiled_not_pickled(kind.__name__)
 
     own: dict[str, Any] = {
-        "forward": forward,
+        "forward": torch.compiler.disable(forward, reason=_MADE),  # type: ignore[no-untyped-call]
         "named_parameters": named_parameters,
         "__deepcopy__": deep_copy,
         "__reduce_ex__": refuse_pickle,

@@ -227,6 +227,14 @@ def dtype_changed(kind: str, name: str, planned: str, now: str) -> UsageError:
     )
 
 
+def wrapped_again(kind: str) -> UsageError:
+    """Return the error for a compiled model that is given to another wrapper for many ranks."""
+    return UsageError(
+        f"a compiled {kind} is given to DistributedDataParallel or FSDP: its programs split the batch already, and sum "
+        "gradients over ranks. Leave that wrapper out"
+    )
+
+
 def input_not_graded(path: str) -> InputMismatchError:
     """Return the error for an input that is to get a gradient, where the program computes none for it."""
     return InputMismatchError(

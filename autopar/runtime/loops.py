@@ -11,6 +11,8 @@ from weakref import WeakSet
 
 from torch import nn
 
+from autopar.runtime.errors import wrapped_again
+
 if TYPE_CHECKING:
     from autopar.runtime.module import Runner
 
@@ -32,9 +34,7 @@ def warn_of_sums(model: nn.Module, runner: Runner) -> None:
     """
     if runner.pipeline is None or runner.pipeline.depth == 1 or model in _WARNED:
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in (__name__, _MODULE, nn.Module.__module__):
-        frame = frame.f_back
+    frame = _caller()
     if frame is None:
         return
     found = sorted(_looked_up(frame) & _REDUCTIONS)
@@ -44,7 +44,32 @@ def warn_of_sums(model: nn.Module, runner: Runner) -> None:
         warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.")
+"""Where torch wraps models that are to be trained by many ranks."""
+
+
+def refuse_wrappers(kind: str) -> None:
+    """Raise where another way to train on many ranks asks for the parameters of a compiled model.
+
+    DistributedDataParallel fails on them in torch's words, or takes other ranks' stages for copies of this one's.
+
+    Raises:
+        UsageError: a wrapper of torch asks.
+    """
+    frame = _caller()
+    if frame is not None and str(frame.f_globals.get("__name__")).startswith(_WRAPPERS):
+        raise wrapped_again(kind)
+
+
 _MODULE = "autopar.runtime.compiled_class"
+
+
+def _caller() -> FrameType | None:
+    """Return the frame that asks a model for its parameters."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, _MODULE, nn.Module.__module__):
+        frame = frame.f_back
+    return frame
 
 
 def _looked_up(frame: FrameType) -> set[Any]:

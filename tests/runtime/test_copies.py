@@ -184,6 +184,29 @@ def test_a_part_converted_after_compiling_is_named_at_the_next_call():
     torch.testing.assert_close(mine(_batches()[0]), expected, atol=1e-3, rtol=1e-3)  # it went through float16
 
 
+def test_a_compiled_model_inside_of_torch_compile_runs_as_it_is():
+    mine = _compiled(Layers(), {})
+    expected = mine(_batches()[0])
+    seen: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _inputs: object) -> Any:
+        seen.extend(node.name for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
+        seen.extend(node.name for node in gm.graph.nodes if "mm" in node.name or "linear" in node.name)
+        return gm.forward
+
+    torch.testing.assert_close(torch.compile(mine, backend=backend)(_batches()[0]), expected)
+    assert seen == []
+
+
+@pytest.mark.parametrize("where", ["torch.nn.parallel.distributed", "torch.distributed.fsdp._fully_shard._fsdp_init"])
+def test_a_compiled_model_is_not_wrapped_again(where: str):
+    wrapper: dict[str, Any] = {"__name__": where}
+    exec("def parameters_of(model): return list(model.parameters())", wrapper)
+
+    with pytest.raises(UsageError, match="a compiled Layers is given to DistributedDataParallel or FSDP"):
+        wrapper["parameters_of"](_compiled(Layers(), {}))
+
+
 def test_a_module_replaced_after_compiling_is_named():
     mine = _compiled(Layers(), {})
     mine(_batches()[0])
