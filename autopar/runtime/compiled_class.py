@@ -29,6 +29,9 @@ ELSEWHERE = "_autopar_elsewhere"
 _RESIZES = "resize_token_embeddings"
 """Method of transformers' models that gives them other parameters."""
 
+_MADE = "autopar.compile has made its program already, with the collectives of its plan"
+"""Why torch.compile around a compiled model is not to trace what runs it."""
+
 
 @functools.cache
 def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -74,7 +77,7 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         raise compiled_not_pickled(kind.__name__)
 
     own: dict[str, Any] = {
-        "forward": forward,
+        "forward": torch.compiler.disable(forward, reason=_MADE),  # type: ignore[no-untyped-call]
         "named_parameters": named_parameters,
         "__deepcopy__": deep_copy,
         "__reduce_ex__": refuse_pickle,

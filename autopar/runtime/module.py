@@ -219,7 +219,7 @@ class Runner:
         hooked = [name for (name, _), each in alive if name and each is not None and _hooks(each) - self._hooks]
         if hooked and not self._warned:
             self._warned = True
-            warnings.warn(hooks_not_called(hooked), stacklevel=3)
+            warnings.warn(hooks_not_called(hooked), stacklevel=7)
 
     def introduce(self, model: nn.Module) -> None:
         """Let whoever must know the modules that run these programs know this one."""
@@ -298,7 +298,7 @@ class Runner:
             raise problem
         found.append(bound)
         if len(found) == _MANY_FORMS:
-            warnings.warn(many_forms(len(found), training=mode[0]), stacklevel=6)
+            warnings.warn(many_forms(len(found), training=mode[0]), stacklevel=7)
         return bound, tensors
 
     def _bind(self, program: Program | PipelinedProgram, model: nn.Module) -> Bound | StagedBound:
