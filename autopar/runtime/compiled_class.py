@@ -37,11 +37,9 @@ _MADE = "autopar.compile has made its program already, with the collectives of i
 def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of the model's class whose forward runs the programs."""
 
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[RUNNER].call(self, args, kwargs)
-
-    why = "autopar.compile has made its program already, with the collectives of its plan"
-    forward = functools.wraps(kind.forward)(torch.compiler.disable(run, reason=why))  # type: ignore[no-untyped-call]
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """Return a copy with tensors of its own, run by the same programs; all ranks must make it."""

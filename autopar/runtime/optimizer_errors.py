@@ -17,6 +17,15 @@ def optimizer_of_others(kind: str, shapes: Sequence[tuple[int, ...]]) -> UsageEr
     )
 
 
+def optimizer_made_before(kind: str, name: str, replaced: int, count: int) -> UsageError:
+    """Return the error for an optimizer of parameters in whose places a compiled model has others."""
+    return UsageError(
+        f"{replaced} of the {count} parameters of this {kind} are not the model's any more ({name} is one): "
+        "autopar.compile put this rank's part in their places, and steps would change nothing. Make the optimizer "
+        "after autopar.compile, of the parameters of what it returned"
+    )
+
+
 def optimizer_state_groups(saved: Sequence[int], here: Sequence[int]) -> UsageError:
     """Return the error for an optimizer state of other parameter groups; the numbers are of their parameters."""
     return UsageError(

@@ -23,10 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar._torch import is_dtensor
 from autopar.ir.placement import Layout, Shard
 from autopar.runtime.module import Runner, runner_of
-from autopar.runtime.optimizer_errors import optimizer_differs, optimizer_fails, optimizer_joins_parameters
+from autopar.runtime.optimizer_errors import (
+    optimizer_differs,
+    optimizer_fails,
+    optimizer_joins_parameters,
+    optimizer_made_before,
+)
 from autopar.runtime.optimizer_states import spread_state
 from autopar.runtime.own_states import OwnState
-from autopar.runtime.parameters import distributed_from
+from autopar.runtime.parameters import distributed_from, replaced_name
 from autopar.runtime.placing import own_part
 
 _STEPS = 2
@@ -68,6 +73,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     """
     if optimizer in _TRIED:
         return None
+    stepped = [each for group in optimizer.param_groups for each in group["params"]]
+    old = [name for name in map(replaced_name, stepped) if name is not None]
+    if old:
+        raise optimizer_made_before(type(optimizer).__name__, old[0], len(old), len(stepped))
     given = args[1] if len(args) > 1 else kwargs.get("closure")
     if _try_on_all(optimizer, closure=given is not None) or given is None:
         return None

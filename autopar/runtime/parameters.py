@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.ir.placement import Layout, Replicate, local_shape
 from autopar.ir.plan import Decisions
@@ -35,6 +36,15 @@ class Slot:
         """Return the tensor in it."""
         found: torch.Tensor = self.table[self.key]
         return found
+
+
+_REPLACED: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+"""Names of the tensors that models had before `place` put others in their places, while somebody has these still."""
+
+
+def replaced_name(tensor: torch.Tensor) -> str | None:
+    """Return the name of a tensor that was a model's, and is no longer since it was compiled; `None` of all others."""
+    return _REPLACED.get(tensor)
 
 
 def slots(model: nn.Module) -> Iterator[Slot]:
@@ -127,6 +137,8 @@ class _Placer:
             raise TypeError(f"buffer {slot.name} is to be split, and only parameters can")
         for each in self.by_id.pop(id(old)):
             each.table[each.key] = new
+        if new is not old:
+            _REPLACED.setdefault(old, slot.name)
         self.done[id(new)] = new  # kept alive, so that its id stays its own
         self.finished.add(id(new))
 

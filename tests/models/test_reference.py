@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no name": ("zoo:", {}, "is not of the form"),
     "no file": ("nowhere.py:f", {}, "model file nowhere.py does not exist"),
     "no module": ("no.such:f", {}, "no module named 'no'"),
-    "attribute": ("FILE:pear", {}, "has no 'pear' (did you mean 'pair'?)"),
+    "attribute": ("FILE:pairs", {}, "has no 'pairs' (did you mean 'pair'?)"),
     "raises": ("FILE:fails", {}, "RuntimeError: no data\n  at FILE:20: raise RuntimeError"),
     "returns": ("FILE:number", {}, "returned a value of type int, and must return a model or (model, example_inputs)"),
     "class": ("FILE:kind", {}, "returned the class Linear instead of an instance, and must return a model or"),

@@ -171,7 +171,8 @@ def clip_some(_rank: int, pick: str, norm_type: float, fix: dict[str, Any]) -> t
 def test_parameters_of_some_stages_are_clipped_by_the_norm_of_all_of_them(pool: RankPool, pick: str):
     for norm_type in (2.0, -float("inf")):
         for got, want, error in pool.values(clip_some, pick, norm_type, {}, timeout_s=30):
-            assert got == pytest.approx(want, rel=1e-5, abs=1e-8)
+            # The least of all gradients is exact to the rounding of the large ones that it is a difference of.
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
             assert error < 1e-5
 
 

@@ -195,3 +195,36 @@ def random_state_is_kept(_rank: int) -> bool:
 
 def test_trying_an_optimizer_draws_no_random_numbers(pool: RankPool):
     assert all(pool.values(random_state_is_kept))
+
+
+def made_before(_rank: int, fix: dict[str, Any]) -> str:
+    """Step an optimizer of the parameters that a model had before it was compiled."""
+    torch.manual_seed(0)
+    model = Blocks(bias=True)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    mine = autopar.compile(model, "cpu:2", example_inputs=(x, y), fix=fix)
+    before = [whole(each.detach()).clone() for each in mine.parameters()]
+    mine(x, y).backward()
+    try:
+        optimizer.step()
+    except UsageError as error:
+        return str(error)
+    after = [whole(each.detach()) for each in mine.parameters()]
+    return f"changed {sum(not torch.equal(*pair) for pair in zip(before, after, strict=True))}"
+
+
+@pytest.mark.parametrize("fix", [DATA, ZERO, TENSOR], ids=str)
+def test_an_optimizer_made_before_compiling_is_refused_where_it_would_train_nothing(
+    pool: RankPool, fix: dict[str, Any]
+):
+    for said in pool.values(made_before, fix):
+        assert said.startswith(
+            "16 of the 16 parameters of this SGD are not the model's any more (layers.0.0.weight is one): autopar.compile"
+        )
+
+
+def test_an_optimizer_made_before_compiling_trains_stages_that_keep_their_parameters(pool: RankPool):
+    changed = [int(said.removeprefix("changed ")) for said in pool.values(made_before, STAGES)]
+
+    assert sum(changed) == 16
