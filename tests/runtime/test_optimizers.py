@@ -220,7 +220,7 @@ def test_an_optimizer_made_before_compiling_is_refused_where_it_would_train_noth
 ):
     for said in pool.values(made_before, fix):
         assert said.startswith(
-            "16 of the 16 parameters of this SGD are not the model's any more (layers.0.0.weight is one): autopar.compile"
+            "16 of the 16 parameters of this SGD are not the model's any more (layers.0.0.weight is one): "
         )
 
 
