@@ -16,7 +16,10 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from autopar import api
+from autopar.api.planning import Program
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.models import resolve
@@ -57,7 +60,7 @@ def compare(row: dict[str, str], read: TrainingRow, time_limit_s: float) -> dict
         options = PlanOptions.parse(precision="bf16", optimizer="adamw", fix=fix, time_limit=time_limit_s)
         started = time.perf_counter()
         try:
-            plan = api.plan_program(graph, row["model"], cluster, options, Silent())
+            plan = api.plan_program(Program(graph, row["model"], torch.__version__), cluster, options, Silent())
         except InfeasibleError as error:
             return None, time.perf_counter() - started, str(error).partition("\n")[0]
         return plan, time.perf_counter() - started, ""

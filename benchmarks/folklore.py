@@ -23,7 +23,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autopar import api
+from autopar.api.planning import Program
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -122,8 +125,6 @@ POINTS = {
 
 def unet(batch: int = 64) -> Any:
     """Return a U-Net of the width and depth of the first ones, and images of 256 x 256 with labels."""
-    import torch
-
     from benchmarks.unet import UNet
 
     images = torch.empty(batch, 3, 256, 256)
@@ -212,7 +213,8 @@ def _planned(point: Point, graph: Graph, cluster: ClusterSpec, fix: Fix) -> tupl
     options = PlanOptions.parse(precision=point.precision, optimizer="adamw", fix=fix)
     started = time.process_time()
     try:
-        plan = api.plan_program(graph, point.model, cluster, options, Silent())
+        program = Program(graph, point.model, torch.__version__)
+        plan = api.plan_program(program, cluster, options, Silent())
     except AutoparError as error:
         return None, time.process_time() - started, str(error).partition("\n")[0]
     return plan, time.process_time() - started, ""
