@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cost_models.collectives import collective_s, host_s
-from cost_models.compute import attention_s, matmul_s, memory_bound_s
+from cost_models.compute import attention_s, convolution_product, convolution_s, matmul_s, memory_bound_s
 from cost_models.device import DeviceSpec
 from cost_models.errors import CostModelError
 from cost_models.node import Level
@@ -87,13 +87,16 @@ def fit_device(base: DeviceSpec, kernels: Sequence[Sample]) -> tuple[DeviceSpec,
             found += new
     device, new = _fit_matmuls(device, by["matmul"])
     found += new
+    if by["convolution"]:
+        device, new = _fit_convolutions(device, by["convolution"])
+        found += new
     if by["attention"]:
         device, new = _fit_attention(device, by["attention"])
         found += new
     return device, found
 
 
-_KERNELS = ("launch", "elementwise", "fresh", "exp", "matmul", "attention")
+_KERNELS = ("launch", "elementwise", "fresh", "exp", "matmul", "convolution", "attention")
 
 
 def _fit_memory(
@@ -195,6 +198,51 @@ def _with_matmul(device: DeviceSpec, dtype: str, now: Mapping[str, float]) -> De
         matmul_half=(m, n, k),
         matmul_best={key: share for key, share in device.matmul_best.items() if key != dtype},
     )
+
+
+def _fit_convolutions(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[DeviceSpec, list[Fitted]]:
+    """Fit what products are fitted to, to convolutions: their library chooses tiles for itself."""
+    found: list[Fitted] = []
+    device = replace(device, convolution_half=device.matmul_half)
+    for place, dtype in enumerate(dict.fromkeys(each["dtype"] for each in samples)):
+        if dtype not in device.peak_flops:
+            continue
+        of = [each for each in samples if each["dtype"] == dtype]
+        products = np.array(
+            [convolution_product(each["pixels"], each["weight"], each["of"]) for each in of], dtype=np.float64
+        )
+        seconds = np.array([median_s(each) for each in of])
+        halves = _halves(device) if place == 0 else {}
+        predicted = partial(_convolution_s, device, dtype, tuple(products.T))
+        best = least_error(predicted, seconds, {"efficiency": device.matmul_efficiency_for(dtype), **halves})
+        device = _with_convolutions(device, dtype, best)
+        half_m, half_n, half_k = map(round, device.convolution_half)
+        device = replace(device, convolution_half=(half_m, half_n, half_k))
+        error = _median_error(predicted(best), seconds)
+        rate = device.flops_for(dtype) * device.convolution_efficiency[dtype]
+        found.append(Fitted(f"convolution.{dtype}", rate, "FLOP/s", spread(of), error, len(of)))
+        found += [Fitted(f"convolution_half_{n}", best[n], "count", spread(of), error, len(of)) for n in halves]
+    return device, found
+
+
+def _convolution_s(device: DeviceSpec, dtype: str, products: Sequence[Any], now: Mapping[str, float]) -> Any:
+    return convolution_s(products, dtype, _with_convolutions(device, dtype, now))
+
+
+def _with_convolutions(device: DeviceSpec, dtype: str, now: Mapping[str, float]) -> DeviceSpec:
+    achieved = device.peak_flops[dtype] * now["efficiency"]
+    device = _at_peak(device, dtype, max(device.peak_flops[dtype], achieved))
+    m, n, k = (now.get(name, device.convolution_half[i]) for i, name in enumerate("mnk"))
+    share = achieved / device.peak_flops[dtype]
+    efficiencies = {**device.convolution_efficiency, dtype: share}
+    return replace(device, convolution_efficiency=efficiencies, convolution_half=(m, n, k))
+
+
+def _at_peak(device: DeviceSpec, dtype: str, peak: float) -> DeviceSpec:
+    """Return the device with another nominal peak of a type, which products reach as much of as before."""
+    scale = device.peak_flops[dtype] / peak
+    shares = {**device.matmul_efficiency, dtype: device.matmul_efficiency_for(dtype) * scale}
+    return replace(device, peak_flops={**device.peak_flops, dtype: peak}, matmul_efficiency=shares)
 
 
 def _fit_attention(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[DeviceSpec, list[Fitted]]:

@@ -20,6 +20,7 @@ to its work. Not modelled: caches that hold operands between kernels, clocks tha
 fall with power beyond what `e` contains.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,6 +154,31 @@ def matmul_s(
     moved = FORMULAS["matmul_bytes"].evaluate(**_named(sizes), d=item, r=result_bytes or item)
     work = _on_device(matmul_compute_s(batch, m, n, k, dtype, device), moved, device)
     return np.maximum(work, _at_best_s(sizes, dtype, device))
+
+
+def convolution_s(product: Sequence[Size], dtype: str, device: DeviceSpec) -> FloatArray:
+    """Return the time in seconds of a convolution, or one half of its backward, that is as large as `product`.
+
+    `product`: batch, m, n, k of `convolution_product`. Raises `CostModelError` as `matmul_s`.
+    """
+    batch, m, n, k = product
+    return matmul_s(batch, m, n, k, dtype, device.for_convolutions())
+
+
+def convolution_product(pixels: int, weight: Sequence[int], of: str) -> tuple[int, int, int, int]:
+    """Return the implicit product (batch, m, n, k) that makes the `result`, or the gradient of `input` or `weight`.
+
+    `pixels`: of the result, over all samples, or of a transposed convolution's input. `weight`: its shape, [outer,
+    inner / groups, *window]. Source: Chetlur et al. 2014, "cuDNN: Efficient Primitives for Deep Learning", section 3.
+    """
+    outer, inner, *window = weight
+    area = math.prod(window)
+    match of:
+        case "input":
+            return (1, pixels, inner, outer * area)
+        case "weight":
+            return (1, outer, inner * area, pixels)
+    return (1, pixels, outer, inner * area)
 
 
 def matmul_compute_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device: DeviceSpec) -> FloatArray:

@@ -87,6 +87,12 @@ class DeviceSpec:
     attention_efficiency: float
     """Fraction of peak that a fused attention kernel of PyTorch's own reaches, forward and backward."""
 
+    convolution_efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """As `matmul_efficiency`, of convolutions, which another library computes; types not named: as products."""
+
+    convolution_half: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """As `matmul_half`, of the products that convolutions are, where `convolution_efficiency` names any type."""
+
     attention_half: float = 0.0
     """Keys with which an attention kernel runs at half its best rate; 0: any number is as good."""
 
@@ -170,6 +176,18 @@ class DeviceSpec:
             transcendentals_per_s=self.transcendentals_per_s * share,
             fresh_bytes_per_s=self.fresh_bytes_per_s * share,
             host_s=self.host_s / share,
+        )
+
+    def for_convolutions(self) -> "DeviceSpec":
+        """Return the device whose matrix products take what the products that convolutions are take on this one."""
+        if not self.convolution_efficiency:
+            return self
+        return replace(
+            self,
+            matmul_efficiency={**self.matmul_efficiency, **self.convolution_efficiency},
+            matmul_half=self.convolution_half,
+            matmul_best={k: v for k, v in self.matmul_best.items() if k not in self.convolution_efficiency},
+            convolution_efficiency={},
         )
 
     def flops_for(self, dtype: str) -> float:

@@ -5,6 +5,7 @@ Taken for dense, every plan would be computed twice too fast; such a figure is
 refused where the device can be recognised.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ _KEYS = (
     "matmul_efficiency",
     "matmul_best",
     "matmul_half",
+    "convolution_efficiency",
+    "convolution_half",
     "attention_efficiency",
     "attention_half",
     "attention_block",
@@ -71,7 +74,9 @@ def read_device(name: str, section: Section) -> DeviceSpec:
         matmul_efficiency=efficiencies,
         default_matmul_efficiency=default_efficiency,
         matmul_best=_best(section, base),
-        matmul_half=_half(section, base.matmul_half),
+        matmul_half=_half(section, "matmul_half", base.matmul_half),
+        convolution_efficiency=_fractions(section, "convolution_efficiency", base.convolution_efficiency),
+        convolution_half=_half(section, "convolution_half", base.convolution_half),
         attention_efficiency=_fraction(section, "attention_efficiency", base.attention_efficiency),
         attention_half=_keys(section, base.attention_half),
         attention_block=section.count("attention_block") if "attention_block" in section else base.attention_block,
@@ -107,6 +112,9 @@ def device_document(device: DeviceSpec) -> dict[str, Any]:
     }
     if device.matmul_best:
         document["matmul_best"] = dict(device.matmul_best)
+    if device.convolution_efficiency:
+        document["convolution_efficiency"] = dict(device.convolution_efficiency)
+        document["convolution_half"] = list(device.convolution_half)
     if device.catalog:
         document["catalog"] = device.catalog
     return document
@@ -187,20 +195,27 @@ def _efficiencies(section: Section, base: DeviceSpec) -> tuple[dict[str, float],
 
 def _best(section: Section, base: DeviceSpec) -> dict[str, float]:
     """Return the fractions of peak that no product exceeds: as given; else the base's where its efficiencies hold."""
-    given = section.section("matmul_best")
-    if "matmul_best" not in section:
-        return {} if "matmul_efficiency" in section else dict(base.matmul_best)
+    return _fractions(section, "matmul_best", {} if "matmul_efficiency" in section else base.matmul_best)
+
+
+def _fractions(section: Section, name: str, default: Mapping[str, float]) -> dict[str, float]:
+    """Return the fractions of peak by data type that the section `name` gives; where there is none, `default`."""
+    given = section.section(name)
+    if name not in section:
+        return dict(default)
     for key in given.data:
         if canonical_dtype(key) not in DTYPE_BYTES:
             raise given.error(f"unknown data type {key!r}; known: {', '.join(DTYPE_BYTES)}")
     return {canonical_dtype(key): _fraction(given, key, 1.0) for key in given.data}
 
 
-def _half(section: Section, default: tuple[float, float, float]) -> tuple[float, float, float]:
-    value = section.data.get("matmul_half", list(default))
+def _half(section: Section, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+    if name not in section:
+        return default
+    value = section.data[name]
     is_sizes = isinstance(value, list) and len(value) == 3
     if not is_sizes or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value):
-        raise section.error(f"must be three whole numbers [m, n, k], but is {value!r}", "matmul_half")
+        raise section.error(f"must be three whole numbers [m, n, k], but is {value!r}", name)
     return (value[0], value[1], value[2])
 
 

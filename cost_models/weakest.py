@@ -37,6 +37,11 @@ def weakest_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
     reached = min(each.memory_bytes_per_s * each.memory_efficiency for each in kinds)
     bandwidth = min(each.memory_bytes_per_s for each in kinds)
     slowest = min(kinds, key=lambda each: _over(each, product))
+    convolving = [each.for_convolutions() for each in kinds] if any(k.convolution_efficiency for k in kinds) else []
+    convolution = {
+        key: min(each.peak_flops[key] * each.matmul_efficiency_for(key) for each in convolving)
+        for key in (peak if convolving else ())
+    }
     return replace(
         kinds[0],
         name=f"weakest of {' and '.join(dict.fromkeys(each.name for each in kinds))}",
@@ -54,6 +59,8 @@ def weakest_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
         default_matmul_efficiency=min(each.default_matmul_efficiency for each in kinds),
         matmul_half=_halves(kinds, product),
         matmul_best=_bests(kinds, peak),
+        convolution_efficiency={key: rate / peak[key] for key, rate in convolution.items()},
+        convolution_half=_halves(convolving, convolution) if convolving else kinds[0].convolution_half,
         multiprocessors=slowest.multiprocessors,
         attention_efficiency=attention,
         attention_half=max(each.attention_half for each in kinds),

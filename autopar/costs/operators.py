@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +106,8 @@ def seconds(
     outs = [[_local(m, s.outputs[i], sizes) for i, m in enumerate(op.outputs)] for s in strategies]
     if (products := [_products(op, i, o) for i, o in zip(ins, outs, strict=True)]) and products[0]:
         own = _compute_dtype(op, metas)
+        if op.target.startswith("aten.convolution"):
+            return _product_seconds(products, own, device.for_convolutions()) + _fresh(op, outs, device)
         if not device.narrow or narrowed is None:
             return _product_seconds(products, own, device) + _fresh(op, outs, device)
         cast = [sum(math.prod(shape) for shape, new in zip(each, narrowed, strict=True) if new) for each in ins]
@@ -237,41 +240,47 @@ def _products(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[tuple
             return [(1, m, n, b * k)]
         case "aten.linear.default":
             return [(1, math.prod(ins[0][:-1]), ins[1][0], ins[0][-1])]
-        case "aten._grouped_mm.default":
-            return [_grouped(ins[0], ins[1])]
+        case "aten._grouped_mm.default" | "transformers.grouped_mm_fallback.default":
+            return [_grouped(*ins[:3])]
+        case "transformers.grouped_mm_fallback_backward.default":
+            rows, weights, ends, grad = ins[:4]
+            return [
+                _grouped(grad, (weights[0], weights[2], weights[1]), ends),
+                _grouped((rows[1], rows[0]), grad, ends),
+            ]
         case "aten.convolution.default":
-            return [_convolution(ins[1], outs[0])]
+            return [compute.convolution_product(_pixels(ins[0], outs[0], transposed=op.args[-3]), ins[1], "result")]
         case "aten.convolution_backward.default":
             return _convolution_backward(op, ins)
     return []
 
 
-def _grouped(left: Shape, right: Shape) -> tuple[int, int, int, int]:
-    """Return the product of a grouped matmul; rows are taken as evenly spread over the groups."""
+def _grouped(left: Shape, right: Shape, ends: Shape = ()) -> tuple[int, int, int, int]:
+    """Return the products of a grouped matmul; rows are taken as evenly spread over the groups, whose `ends` are given.
+
+    Rows are those of `left` [t, k] @ [e, k, n], or what is summed over: [k, t] @ [t, n] of each group.
+    """
     if len(left) == 2 and len(right) == 3:
         groups = max(1, right[0])
         return (groups, max(1, left[0] // groups), right[2], left[1])
     if len(left) == 2 and len(right) == 2:
-        return (1, left[0], right[1], left[1])
+        groups = max(1, math.prod(ends))
+        return (groups, left[0], right[1], max(1, left[1] // groups))
     return (left[0], left[1], right[-1], left[2])
 
 
-def _convolution(weight: Shape, out: Shape) -> tuple[int, int, int, int]:
-    """Return the implicit matrix product of a convolution: pixels x output channels x window."""
-    pixels = out[0] * math.prod(out[2:])
-    return (1, pixels, weight[0], math.prod(weight[1:]))
+def _pixels(image: Shape, out: Shape, *, transposed: Any) -> int:
+    """Return how often a convolution's window is multiplied, over all samples: once for each pixel of the smaller."""
+    of = image if transposed is True else out
+    return of[0] * math.prod(of[2:])
 
 
 def _convolution_backward(op: Op, ins: Sequence[Shape]) -> list[tuple[int, int, int, int]]:
-    grad, _, weight = ins[0], ins[1], ins[2]
-    batch, pixels, channels, window = _convolution(weight, grad)
+    grad, image, weight = ins[0], ins[1], ins[2]
+    pixels = _pixels(image, grad, transposed=op.args[-4])
     mask = op.args[-1] if isinstance(op.args[-1], tuple) else (True, True, True)
-    wanted = []
-    if mask[0]:
-        wanted.append((batch, pixels, window, channels))
-    if mask[1]:
-        wanted.append((batch, channels, window, pixels))
-    return wanted or [(1, 1, 1, 1)]
+    wanted = [of for of, asked in zip(("input", "weight"), mask, strict=False) if asked]
+    return [compute.convolution_product(pixels, weight, of) for of in wanted] or [(1, 1, 1, 1)]
 
 
 def _product_seconds(

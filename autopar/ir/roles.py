@@ -27,7 +27,8 @@ CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"
 
 _COMPUTES = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten._grouped_mm", "aten.convolution",
-    "aten._scaled_dot_product", "aten.embedding", "aten.topk", "aten.sort", "aten.scatter_add",
+    "transformers.grouped_mm_fallback", "aten._scaled_dot_product", "aten.embedding", "aten.topk", "aten.sort",
+    "aten.scatter_add",
 )  # fmt: skip
 
 _SUMS = frozenset({"aten.add.Tensor"})

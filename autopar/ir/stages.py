@@ -339,7 +339,8 @@ def _add_backward(graph: Graph, found: dict[str, int]) -> None:
     for op in graph.ops:
         if op.kind != "call" or op.name in found:
             continue
-        own = places.get((op.module, op.source)) or places.get((op.module, None)) or frozenset(range(last + 1))
+        at = places[is_view(op)]
+        own = at.get((op.module, op.source)) or at.get((op.module, None)) or frozenset(range(last + 1))
         reads = [ref.op for ref in op.refs if ref.op not in shared]
         saved = [name for name in reads if name not in gradients]
         behind = [found[name] for name in reads if name in gradients]
@@ -365,10 +366,11 @@ def _takes_part(graph: Graph, op: Op) -> bool:
     return made < prod(graph.meta(op.refs[0]).shape)
 
 
-def _places(graph: Graph, found: Mapping[str, int]) -> dict[tuple[str, str | None], frozenset[int]]:
+def _places(graph: Graph, found: Mapping[str, int]) -> dict[bool, dict[tuple[str, str | None], frozenset[int]]]:
     """Return the stages of the forward operators of each module and source line, and of each module.
 
-    Views count where there is nothing else: they may stand far from what they belong to.
+    For what is no view, views count where there is nothing else: they may stand far from what they belong to. What is
+    one may be the gradient of any: `self.head(torch.cat(...)).squeeze()` is a line of two stages.
     """
     shared = everywhere(graph)
     places: dict[bool, dict[tuple[str, str | None], set[int]]] = {True: {}, False: {}}
@@ -376,7 +378,12 @@ def _places(graph: Graph, found: Mapping[str, int]) -> dict[tuple[str, str | Non
         if op.name in found and op.name not in shared:
             for key in ((op.module, op.source), (op.module, None)):
                 places[is_view(op)].setdefault(key, set()).add(found[op.name])
-    return {key: frozenset(stages) for key, stages in {**places[True], **places[False]}.items()}
+    views, others = places[True], places[False]
+    either = {key: views.get(key, set()) | others.get(key, set()) for key in {**views, **others}}
+    return {
+        viewing: {key: frozenset(stages) for key, stages in found.items()}
+        for viewing, found in ((True, either), (False, {**views, **others}))
+    }
 
 
 def _present(graph: Graph, found: Mapping[str, int]) -> dict[str, set[int]]:

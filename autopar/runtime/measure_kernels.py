@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,17 @@ _MATMULS = (
 )  # fmt: skip
 """Batch, m, n, k: layers narrow and wide, few and many rows, heads of attention; by FLOPs."""
 
+_CONVOLUTIONS = (
+    (8, 96, 96, 14, 3, 1, 96), (4, 64, 64, 14, 3, 1, 1), (8, 32, 32, 32, 3, 1, 1), (8, 256, 64, 28, 1, 1, 1),
+    (8, 64, 128, 28, 3, 2, 1), (8, 3, 64, 112, 7, 2, 1), (8, 128, 128, 14, 3, 1, 1), (8, 64, 256, 56, 1, 1, 1),
+    (8, 256, 256, 14, 3, 1, 1), (8, 64, 64, 56, 3, 1, 1), (8, 512, 512, 14, 3, 1, 1), (64, 256, 256, 28, 3, 1, 1),
+    (256, 64, 64, 56, 3, 1, 1), (256, 512, 512, 14, 3, 1, 1),
+)  # fmt: skip
+"""Batch, channels in and out, pixels and window a side, stride, groups: layers of residual networks, by FLOPs."""
+
+_CHANNELS = 8
+"""Images have fewer, and no gradient."""
+
 _ATTENTIONS = (
     (16, 4, 16, 64),
     (8, 8, 32, 64),
@@ -57,10 +69,10 @@ _ATTENTIONS = (
 
 
 def measure_kernels(device: torch.device, effort: Effort = THOROUGH) -> list[Sample]:
-    """Return timed kernels: launch, elementwise traffic, new memory, exp, matmuls by dtype, attention.
+    """Return timed kernels: launch, elementwise traffic, new memory, exp, matmuls by dtype, convolutions, attention.
 
-    Matmuls and attention that would take longer than `effort` allows, at the rate of those before, are left out, and so
-    is new memory of more bytes than the first that does.
+    Matmuls, convolutions and attention that would take longer than `effort` allows, at the rate of those before, are
+    left out, and so is new memory of more bytes than the first that does.
     """
     clock = Clock(device, effort)
     found = [_launch(clock), _exp(clock), *_traffic(clock)]
@@ -68,6 +80,7 @@ def measure_kernels(device: torch.device, effort: Effort = THOROUGH) -> list[Sam
         found += _fresh(clock)
     for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16, torch.float16):
         found += _matmuls(clock, dtype)
+        found += _convolutions(clock, dtype)
         found += _attentions(clock, dtype)
     return found
 
@@ -167,6 +180,47 @@ def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
                 "dtype": str(dtype).removeprefix("torch."),
                 "sizes": [batch, m, n, k],
                 "layout": layout,
+                "seconds": seconds,
+            }
+            slowest = max(slowest, *seconds)
+        rate = flops / slowest
+
+
+def _convolutions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield convolutions and both halves of their backward, each with tensors that no cache holds together."""
+    rate = math.inf
+    for batch, inner, outer, side, window, stride, groups in _CONVOLUTIONS:
+        settings: Any = ([stride] * 2, [window // 2] * 2, [1, 1], False, [0, 0], groups)
+        image = clock.random(batch, inner, side, side, dtype=dtype)
+        weight = clock.random(outer, inner // groups, window, window, dtype=dtype)
+        result = torch.ops.aten.convolution(image, weight, None, *settings)
+        pixels = result.numel() // outer
+        flops = 2 * pixels * weight.numel()
+        if flops / rate > clock.effort.longest_s:
+            return
+        slowest = 0.0
+        turns = itertools.cycle(copies(image, weight, result))
+
+        def convolve(turns: Iterator[Sequence[Tensor]] = turns, settings: Any = settings) -> None:
+            image, weight, _ = next(turns)
+            torch.ops.aten.convolution(image, weight, None, *settings)
+
+        def differentiate(mask: list[bool], turns: Iterator[Sequence[Tensor]], settings: Any) -> None:
+            image, weight, grad = next(turns)
+            torch.ops.aten.convolution_backward(grad, image, weight, None, *settings, mask)
+
+        of_input = partial(differentiate, [True, False, False], turns, settings)
+        of_weight = partial(differentiate, [False, True, False], turns, settings)
+        for of, work in (("result", convolve), ("input", of_input), ("weight", of_weight)):
+            if of == "input" and inner < _CHANNELS:
+                continue
+            seconds = clock.seconds(work, max(1, int(2e8 / flops)), clock.effort.few)
+            yield {
+                "kernel": "convolution",
+                "dtype": str(dtype).removeprefix("torch."),
+                "of": of,
+                "pixels": pixels,
+                "weight": list(weight.shape),
                 "seconds": seconds,
             }
             slowest = max(slowest, *seconds)

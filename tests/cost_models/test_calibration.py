@@ -16,7 +16,7 @@ from cost_models.calibration import Calibration, Machine, level_figures, read_ca
 from cost_models.calibration_fit import fit_device, fit_level
 from cost_models.cluster import ClusterSpec
 from cost_models.collectives import OPS, collective_s, host_s
-from cost_models.compute import attention_s, fresh_s, matmul_s, memory_bound_s
+from cost_models.compute import attention_s, convolution_product, convolution_s, fresh_s, matmul_s, memory_bound_s
 from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.errors import ClusterError, CostModelError
 from cost_models.nccl_tests import parse_nccl_tests, read_nccl_tests
@@ -43,6 +43,8 @@ def true_device() -> DeviceSpec:
         peak_flops={"float32": 60e9},
         matmul_efficiency={"float32": 0.9},
         matmul_half=(20, 9, 15),
+        convolution_efficiency={"float32": 1.0},
+        convolution_half=(3, 6, 30),
         attention_efficiency=0.5,
         attention_half=70.0,
         kernel_launch_s=8e-6,
@@ -68,6 +70,11 @@ def kernels_of(device: DeviceSpec) -> list[dict[str, Any]]:
         found.append(sample("fresh", old + fresh_s(size, device), bytes=size, old_s=[old]))
     for sizes in ((1, 16, 512, 512), (1, 512, 16, 512), (1, 512, 512, 16), (8, 64, 64, 64), (1, 1024, 1024, 1024)):
         found.append(sample("matmul", matmul_s(*sizes, "float32", device), dtype="float32", sizes=list(sizes)))
+    for weight in ((32, 32, 3, 3), (256, 64, 1, 1), (8, 256, 3, 3), (512, 512, 3, 3), (96, 1, 7, 7)):
+        for of in ("result", "input", "weight"):
+            for pixels in (16, 4096):
+                seconds = convolution_s(convolution_product(pixels, weight, of), "float32", device)
+                found.append(sample("convolution", seconds, dtype="float32", of=of, pixels=pixels, weight=list(weight)))
     for keys in (16, 128, 2048):
         seconds = attention_s(1e9, MIB, "float32", device, keys)
         found.append(sample("attention", seconds, flops=1e9, bytes=MIB, dtype="float32", positions=keys))
@@ -81,6 +88,8 @@ def test_kernels_timed_on_a_device_give_back_its_constants():
 
     assert found.flops_for("float32") * found.matmul_efficiency_for("float32") == pytest.approx(54e9, rel=0.03)
     assert found.matmul_half == pytest.approx(truth.matmul_half, abs=2)
+    assert found.flops_for("float32") * found.convolution_efficiency["float32"] == pytest.approx(60e9, rel=0.02)
+    assert found.convolution_half == pytest.approx(truth.convolution_half, abs=2)
     assert found.memory_bytes_per_s * found.memory_efficiency == pytest.approx(20e9, rel=0.01)
     assert found.memory_half_bytes == pytest.approx(30e3, rel=0.05)
     assert (found.kernel_launch_s, found.fresh_bytes) == (8e-6, 24 * MIB)

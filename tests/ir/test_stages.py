@@ -129,6 +129,29 @@ def test_operators_with_parameters_of_a_block_run_on_its_stage_in_backward_too(n
         assert {stages[op.name] for op in own} <= {stage}
 
 
+class OneLine(nn.Module):
+    """Two parts that one line of a forward calls: what it ends with is the second's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss of [b, 8] features."""
+        found = self.second(torch.cat((x, self.first(x)), 1)).squeeze(1)
+        return found.square().mean()
+
+
+def test_the_backward_of_a_view_runs_where_the_last_of_its_line_does():
+    graph = remembered(OneLine(), (torch.randn(4, 8),)).graph
+
+    stages = stage_of(graph, [["first"], ["second.0", "second.2"]])
+
+    products = [op for op in graph.ops if op.target == "aten.mm.default" and op.module.startswith("second")]
+    assert len(products) == 4
+    assert {stages[op.name] for op in products} == {1}
+
+
 def test_blocks_of_the_training_program_cut_the_evaluation_program_of_the_model():
     blocks = [["embed", "norm"], ["qkv", "out", "head"]]
     evaluation = graph_of("tied", training=False, with_backward=False)
