@@ -29,7 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.testbed.families import FAMILIES
+from benchmarks.testbed.families import Program as Family
 from benchmarks.testbed.scenarios import SCENARIOS, Gpt, Scenario
+
+PROGRAMS: dict[str, Scenario | Family] = {**SCENARIOS, **FAMILIES}
 
 
 @dataclass
@@ -47,22 +51,22 @@ class Program:
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
 
-def ddp(scenario: Scenario, _: argparse.Namespace) -> Program:
+def ddp(scenario: Scenario | Family, _: argparse.Namespace) -> Program:
     """Return the program under DistributedDataParallel."""
     model, batch = scenario.build()
     parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return Program(parallel, _own_samples(batch), "mean")
 
 
-def fsdp2(scenario: Scenario, _: argparse.Namespace) -> Program:
+def fsdp2(scenario: Scenario | Family, _: argparse.Namespace) -> Program:
     """Return the program with its parameters sharded layer by layer."""
     from torch.distributed.fsdp import fully_shard
 
     model, batch = scenario.build()
     mesh = _mesh("dp_shard")
-    layers: Any = model.layers
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
+    for stack in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
+        for layer in stack:
+            fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return Program(model, _own_samples(batch), "mean")
 
@@ -79,7 +83,7 @@ def tp(scenario: Scenario, _: argparse.Namespace) -> Program:
     return Program(model, batch)
 
 
-def autopar(scenario: Scenario, args: argparse.Namespace) -> Program:
+def autopar(scenario: Scenario | Family, args: argparse.Namespace) -> Program:
     """Return the program that a plan describes."""
     import autopar
 
@@ -181,7 +185,7 @@ def _global_loss(loss: Any, share: str) -> float:
 def main() -> int:
     """Run one strategy of one scenario on this rank, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--scenario", choices=SCENARIOS, required=True)
+    parser.add_argument("--scenario", choices=PROGRAMS, required=True)
     parser.add_argument("--strategy", choices=STRATEGIES, required=True)
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
@@ -192,7 +196,7 @@ def main() -> int:
         parser.error("autopar needs --cluster and --plan")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    program = STRATEGIES[args.strategy](SCENARIOS[args.scenario], args)
+    program = STRATEGIES[args.strategy](PROGRAMS[args.scenario], args)
     seconds, losses = measure(program, args.warmup, args.steps)
     if dist.get_rank() == 0:
         print(json.dumps({"step_s": seconds, "losses": losses}), flush=True)
