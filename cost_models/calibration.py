@@ -184,7 +184,7 @@ _REDO = "make it with `autopar calibrate -c CLUSTER -o FILE`, or leave `calibrat
 
 
 def _check_formats(top: Section) -> None:
-    for key, known, of in (("version", VERSION, "calibration files"), ("catalog_format", catalog.FORMAT, "catalogue")):
+    for key, known, of in (("version", VERSION, "calibration file"), ("catalog_format", catalog.FORMAT, "catalogue")):
         found = top.data.get(key)
         if found == known and not isinstance(found, bool):
             continue

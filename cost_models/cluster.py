@@ -401,8 +401,9 @@ def _told(error: Exception) -> str:
 
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        while_ = f" {error.context}" if error.context else ""
-        return f"{error.problem}{while_}, in line {mark.line + 1}, column {mark.column + 1}"
+        words = [each for each in (error.problem, error.context) if each]
+        said = " ".join(reversed(words) if words[0].startswith("but ") else words)
+        return f"{said}, in line {mark.line + 1}, column {mark.column + 1}"
     return " ".join(str(error).split())
 
 

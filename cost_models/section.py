@@ -28,6 +28,10 @@ class Section:
             wrong = next(key for key in data if not isinstance(key, str))
             message = f"{origin}: {f'{path}: ' if path else ''}key {wrong!r} is no text; write it in quotes"
             raise ClusterError(message)
+        if data is None:
+            missing = f"{path} has nothing below it; fill it in, or leave it out"
+            empty = "the file is empty; `autopar cluster show cpu:4` prints an example"
+            raise ClusterError(f"{origin}: {missing if path else empty}")
         if not isinstance(data, Mapping):
             message = f"{origin}: {path or 'the document'} must be a mapping of names, not {data!r}"
             raise ClusterError(message)

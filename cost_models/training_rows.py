@@ -207,12 +207,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     stages = count_of(row, "pp") * interleave
     tp, cp, ep = count_of(row, "tp"), degree_of(row, "cp"), degree_of(row, "ep")
     dp, of_replicas = _replicas(row, tp * cp)
-    experts = architecture.mixture.experts if architecture.mixture is not None else 0
-    if ep > 1 and not experts:
-        raise CostModelError(f"ep is {ep}, and the row says of no experts: add columns experts and top_k")
-    if dp % ep or (ep > 1 and experts % ep):
-        what = f"dp {dp}" if dp % ep else f"{experts} experts"
-        raise CostModelError(f"ep is {ep}, which does not divide {what}")
+    _require_experts(ep, dp, architecture)
     framework = text_of(row, "framework")
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
     precision, narrow = precision_of(row)
@@ -253,10 +248,25 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_framework))),
     )
     _check(read)
-    if (part := _joined(read)) < min(read.gpus, read.gpus_per_node) and not _link_domain(read.joined_like):
-        uneven = f"ranks do not lie evenly on nodes of {read.gpus_per_node}: priced as {part} each, with their share"
-        return replace(read, assumed="; ".join(filter(None, (read.assumed, f"{uneven} of its adapters"))))
-    return read
+    return _told_uneven(read)
+
+
+def _require_experts(ep: int, dp: int, architecture: Architecture) -> None:
+    experts = architecture.mixture.experts if architecture.mixture is not None else 0
+    if ep > 1 and not experts:
+        raise CostModelError(f"ep is {ep}, and the row says of no experts: add columns experts and top_k")
+    if dp % ep or (ep > 1 and experts % ep):
+        what = f"dp {dp}" if dp % ep else f"{experts} experts"
+        raise CostModelError(f"ep is {ep}, which does not divide {what}")
+
+
+def _told_uneven(read: TrainingRow) -> TrainingRow:
+    """Return the row, with what is assumed of it where its ranks do not fill nodes evenly."""
+    part = _joined(read)
+    if part >= min(read.gpus, read.gpus_per_node) or _link_domain(read.joined_like):
+        return read
+    uneven = f"ranks do not lie evenly on nodes of {read.gpus_per_node}: priced as {part} each, with their share"
+    return replace(read, assumed="; ".join(filter(None, (read.assumed, f"{uneven} of its adapters"))))
 
 
 def training_cluster(read: TrainingRow) -> ClusterSpec:

@@ -101,7 +101,7 @@ def main():
     plan = autopar.Plan.load(plan) if plan else autopar.plan(model, here, example_inputs=batch)
     model = autopar.compile(model, example_inputs=batch, plan=plan)
 
-    say(f"mesh: {str(plan.decisions.mesh) or 'one rank'}")
+    say(f"degrees: {' x '.join(f'{k}={n}' for k, n in plan.decisions.degrees.items() if n > 1) or 'one rank'}")
     seconds = train(model, batch, args.steps, say)
     measured, predicted = statistics.median(seconds[min(3, args.steps - 1) :]), plan.estimates.step_time_s
     say(f"predicted {predicted * 1e3:.1f} ms a step, measured {measured * 1e3:.1f} ms")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -57,3 +59,17 @@ def test_every_module_of_the_package_has_its_layer():
 
     assert found == placed
     assert set(STAGES) <= placed
+
+
+def test_architecture_names_every_file_with_its_own_first_sentence():
+    told: dict[str, str] = {}
+    folder = ""
+    for line in (ROOT / "docs" / "architecture.md").read_text().partition("## Files")[2].splitlines():
+        folder = found[1] if (found := re.match(r"### `(.*)/`", line)) else folder
+        if found := re.match(r"- `(.*?)`: (.*)", line):
+            told[f"{folder}/{found[1]}"] = found[2].rstrip(".")
+    files = [path for package in ("autopar", "cost_models") for path in (ROOT / package).rglob("*.py")]
+    says = {str(path.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text())) or "" for path in files}
+
+    assert sorted(told) == sorted(says)
+    assert [name for name in told if not " ".join(says[name].split()).startswith(told[name])] == []

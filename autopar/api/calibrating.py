@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopar.errors import UsageError
+from autopar.progress import Progress, Silent
 from cost_models.calibration import Calibration, LevelFigures, Machine, level_figures
 from cost_models.calibration_fit import Fitted, fit_device, fit_level, median_s, quartile_spread
 from cost_models.cluster import ClusterSpec
@@ -37,7 +38,7 @@ def is_launched(variables: Mapping[str, str]) -> bool:
     return "RANK" in variables and "WORLD_SIZE" in variables
 
 
-def measured(spec: ClusterSpec | None, *, quick: bool = False) -> Calibration | None:
+def measured(spec: ClusterSpec | None, *, quick: bool = False, progress: Progress | None = None) -> Calibration | None:
     """Return what the ranks found, on the first of them; none on the others. `quick`: of fewer sizes and runs.
 
     Raises:
@@ -59,10 +60,14 @@ def measured(spec: ClusterSpec | None, *, quick: bool = False) -> Calibration | 
     spec = (spec or _detected(ranks.world_size, local)).alone
     levels = _measured_levels(spec, ranks.world_size, local)
     effort = QUICK if quick else THOROUGH
+    progress = progress if progress is not None and ranks.rank == 0 else Silent()
+    progress.phase(f"cores of {ranks.world_size} ranks")
     cores = measure_cores(ranks, effort)
     shared = _Sharing(cores.value, cores.ranks) if cores else _Sharing()
+    progress.phase("matmuls, memory, kernels")
     kernels = _slowest(list(ranks.gather(shared.in_turns(ranks, lambda: measure_kernels(ranks.device, effort)))))
     fanouts = {each.name: each.fanout for each in levels}
+    progress.phase(f"collectives on {', '.join(fanouts)}")
     links = measure_links(fanouts, ranks, effort) if ranks.world_size > 1 else []
     if dist.is_initialized():
         dist.barrier()

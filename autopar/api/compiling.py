@@ -85,25 +85,16 @@ def compile(
     Raises:
         AutoparError: what a user can cause, on all ranks.
     """
-    if isinstance(backend, str) and backend not in _BACKENDS:
-        raise UsageError(f"backend={backend!r} is unknown; backends are {', '.join(_BACKENDS)}")
-    if inputs not in _INPUTS:
-        raise UsageError(
-            f"inputs={inputs!r} is unknown{did_you_mean(inputs, _INPUTS)}; inputs are {', '.join(_INPUTS)}"
-        )
-    if outputs not in _OUTPUTS:
-        raise UsageError(
-            f"outputs={outputs!r} is unknown{did_you_mean(outputs, _OUTPUTS)}; outputs are {', '.join(_OUTPUTS)}"
-        )
+    if isinstance(backend, str):
+        _require_known("backend", backend, _BACKENDS)
+    _require_known("inputs", inputs, _INPUTS)
+    _require_known("outputs", outputs, _OUTPUTS)
     if inputs == "local" and example_inputs is None:
         raise UsageError(
             'inputs="local" needs example_inputs, the global batch (its shapes; tensors on meta will do): what one '
             "rank brings does not say how the batch is split"
         )
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if any(runner_of(each) is not None for each in model.modules()):
-        raise compiled_already(type(model).__name__)
+    _require_plain(model)
     parsed = PlanOptions.parse(**options)
     given = _given_plan(plan)
     spec = (
@@ -120,6 +111,20 @@ def compile(
     if given is not None:
         return job.build(None)
     return _lazy(model, job)
+
+
+def _require_known(name: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        plural = name if name.endswith("s") else f"{name}s"
+        raise UsageError(f"{name}={word!r} is unknown{did_you_mean(word, known)}; {plural} are {', '.join(known)}")
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Raise unless it is a module that is not compiled, nor has a part that is."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if any(runner_of(each) is not None for each in model.modules()):
+        raise compiled_already(type(model).__name__)
 
 
 def _given_plan(plan: Plan | str | Path | None) -> Plan | None:

@@ -7,8 +7,8 @@ itself and finds again (a table for a length, a type) is the same at every call;
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from autopar.capture.errors import attribute_advances, attributes_stay
 from autopar.capture.fake import FakeModel
 from autopar.capture.flex import flex_attention_in_plain_operators
 from autopar.capture.trace import quiet, trace_python
+from autopar.warning import warn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -35,55 +36,70 @@ def check_attributes(
     Raises:
         CaptureError: the program depends on an attribute that changes from call to call.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = FakeModel(model, mode)
-    if fake.module.training != training:
-        fake.module.train(training)
-    inputs = [fake.fake(each) for each in examples]
+    forward = _FakeForward(model, call, examples, training=training, with_backward=with_backward)
     name = type(model).__name__
-    state = random.getstate()
-
-    def read() -> tuple[fx.GraphModule, frozenset[str]]:
-        random.setstate(state)
-        with torch.set_grad_enabled(with_backward):
-            return trace_python(fake, call, inputs)
-
-    def run() -> dict[str, Any]:
-        random.setstate(state)
-        leaves = iter(inputs)
-        given = [value if at is None else next(leaves) for at, value in zip(call.inputs, call.baked, strict=True)]
-        args, kwargs = pytree.tree_unflatten(given, call.structure)
-        with (
-            torch.compiler.set_stance("force_eager"),  # compiled kernels need tensors with memory
-            flex_attention_in_plain_operators(),
-            mode,
-            torch.set_grad_enabled(with_backward),
-            quiet(),
-        ):
-            fake.module(*args, **kwargs)
-        return dict(_attributes(fake.module))
-
     try:
-        first = run()
-        second = run()
+        first, second = forward.run(), forward.run()
     except Exception:  # noqa: BLE001 - the model's own Python, anything
         return  # it leaves the fake world where Dynamo does not: nothing can be told
-    finally:
-        random.setstate(state)
     changed = sorted(path for path, value in second.items() if path not in first or not _same(first[path], value))
     if not changed:
         return
-    before, tensors = read()
+    before, tensors = forward.read()
     advancing = [path for path in changed if path in tensors]
     if not advancing:
-        run()
-        after, _ = read()
+        forward.run()
+        after, _ = forward.read()
         if str(before.graph) != str(after.graph):
             advancing = [path for path in changed if not _holds_tensor(second[path])] or changed
-    random.setstate(state)
     if advancing:
         raise attribute_advances(name, advancing)
-    warnings.warn(attributes_stay(name, changed), stacklevel=2)
+    warn(attributes_stay(name, changed))
+
+
+class _FakeForward:
+    """A model's forward on fake tensors, called again and again; Python's random numbers are equal at every call."""
+
+    def __init__(
+        self, model: nn.Module, call: CallSpec, examples: Sequence[torch.Tensor], *, training: bool, with_backward: bool
+    ) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = FakeModel(model, self._mode)
+        if self._fake.module.training != training:
+            self._fake.module.train(training)
+        self._inputs = [self._fake.fake(each) for each in examples]
+        self._call = call
+        self._with_backward = with_backward
+        self._state = random.getstate()
+
+    def run(self) -> dict[str, Any]:
+        """Call the module; return the attributes that it then has."""
+        call, leaves = self._call, iter(self._inputs)
+        given = [value if at is None else next(leaves) for at, value in zip(call.inputs, call.baked, strict=True)]
+        args, kwargs = pytree.tree_unflatten(given, call.structure)
+        with (
+            self._same_numbers(),
+            torch.compiler.set_stance("force_eager"),  # compiled kernels need tensors with memory
+            flex_attention_in_plain_operators(),
+            self._mode,
+            torch.set_grad_enabled(self._with_backward),
+            quiet(),
+        ):
+            self._fake.module(*args, **kwargs)
+        return dict(_attributes(self._fake.module))
+
+    def read(self) -> tuple[fx.GraphModule, frozenset[str]]:
+        """Return what Dynamo makes of the next call."""
+        with self._same_numbers(), torch.set_grad_enabled(self._with_backward):
+            return trace_python(self._fake, self._call, self._inputs)
+
+    @contextmanager
+    def _same_numbers(self) -> Iterator[None]:
+        random.setstate(self._state)
+        try:
+            yield
+        finally:
+            random.setstate(self._state)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -58,6 +58,7 @@ def _calibrate(
     shared: Path | None,
 ) -> int:
     from autopar.api.calibrating import described, imported, is_launched, measured
+    from autopar.progress import Terminal
     from autopar.report.calibration import calibration_text, disturbed
 
     spec = described(cluster)
@@ -65,7 +66,8 @@ def _calibrate(
     if from_nccl_tests:
         found = imported(from_nccl_tests, spec)
     elif is_launched(os.environ):
-        found = measured(spec, quick=quick)
+        with Terminal() as progress:
+            found = measured(spec, quick=quick, progress=progress)
     else:
         return _started(_node_ranks(spec, ranks), _arguments(output, cluster, quick=quick))
     if found is not None:
@@ -82,12 +84,8 @@ def _calibrate(
 def _started(ranks: int, arguments: list[str]) -> int:
     """Calibrate on ranks of this machine; return the exit status."""
     with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
-        said = on_ranks(ranks, arguments, Path(folder))
-        told = found_in(Path(folder), said)
-    if isinstance(told, int):
-        return told
-    sys.stderr.write(said)
-    return 0
+        told = found_in(Path(folder), on_ranks(ranks, arguments, Path(folder)))
+    return told if isinstance(told, int) else 0
 
 
 def _node_ranks(spec: ClusterSpec | None, ranks: int | None) -> int:

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.run import TORCHRUN
+from autopar.cli.launching import TORCHRUN, wait_for
+from autopar.cli.torchrun import UNSAID
 from autopar.errors import AutoparError
 
 RESULT = "result.json"
 """Where the first rank leaves what was found or what went wrong, in the folder that ranks share."""
 
+_BY_SIGNAL = 128
 
-def on_ranks(ranks: int, arguments: Sequence[str], folder: Path, stdout: int | None = None) -> str:
-    """Run `autopar ARGUMENTS --on-rank FOLDER` on so many ranks of this machine; return what they said on stderr.
 
-    Each has one thread where these are cores. What they write to stdout goes to `stdout`, as for `subprocess`.
+def on_ranks(ranks: int, arguments: Sequence[str], folder: Path, stdout: int | None = None) -> int:
+    """Run `autopar ARGUMENTS --on-rank FOLDER` on so many ranks of this machine; return the exit status.
+
+    Each has one thread where these are cores. What they say on stderr is seen as they say it; what they write to stdout
+    goes to `stdout`, as for `subprocess`.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted, and all ranks have ended.
     """
-    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "--standalone", "--no-python", sys.executable, "-m", "autopar"]
-    variables = {"OMP_NUM_THREADS": "1"} | os.environ
-    done = subprocess.run(
-        [*command, *arguments, "--on-rank", str(folder)],
-        env=variables, check=False, stdout=stdout, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    return done.stderr.decode(errors="replace")
+    flags = [f"--nproc-per-node={ranks}", "--standalone", "--no-python"]
+    command = [*TORCHRUN, UNSAID, *flags, sys.executable, "-m", "autopar", *arguments, "--on-rank", str(folder)]
+    return wait_for(command, {"OMP_NUM_THREADS": "1"} | os.environ, stdout)
 
 
 def leave(folder: Path, told: dict[str, Any]) -> None:
@@ -43,16 +46,18 @@ def leave_complaint(folder: Path, error: AutoparError) -> int:
     return error.exit_code
 
 
-def found_in(folder: Path, said: str) -> dict[str, Any] | int:
+def found_in(folder: Path, ended: int) -> dict[str, Any] | int:
     """Return what the first rank left in the folder, or, where something was wrong, the exit status, once it is told.
 
-    torchrun's own status is 1 whatever that of a rank was, and what it says buries the rank's one message.
+    `ended` is the status that the ranks ended with.
     """
     from autopar.cli import INTERNAL_ERROR
 
     result = folder / RESULT
     if not result.exists():
-        sys.stderr.write(said)
+        if ended > _BY_SIGNAL:
+            print(f"autopar: a rank was ended by {signal.Signals(ended - _BY_SIGNAL).name}", file=sys.stderr)
+            return ended
         print("autopar: a rank ended without a result; what it said is above", file=sys.stderr)
         return INTERNAL_ERROR
     told: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))

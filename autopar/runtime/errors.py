@@ -14,6 +14,7 @@ from autopar.errors import (
     UsageError,
 )
 from autopar.ir.tensor import TensorMeta
+from autopar.runtime.backend_words import plainly
 
 SHOWN = 3
 
@@ -34,7 +35,7 @@ def collective_failed(name: str, rank: int, why: str, others: Sequence[int] = ()
     """Return the error for a collective that the backend gave up; `others` are the ranks it is done with."""
     beside = f" with {'' if len(others) == 1 else 'one of '}{_ranks(len(others))} {_list(others)}" if others else ""
     return CollectiveError(
-        f"rank {rank}: the collective {name!r}{beside} failed: {first_line(why)}\n"
+        f"rank {rank}: the collective {name!r}{beside} failed: {plainly(why)}\n"
         "a rank of its group stopped, or came too late; every rank that waits for it stops too. Look at the rank that "
         "failed first; if all are alive and merely slow, give init_process_group a longer timeout"
     )
@@ -279,12 +280,12 @@ def data_of_other_form(held: str, given: str) -> UsageError:
 def message_lost(peer: int, stage: int, value: str, action: str, cause: str, *, sending: bool) -> PeerLostError:
     """Return the error for a tensor that did not get from or to another rank of the pipeline."""
     what = f"take {value!r}, made in the {action}" if sending else f"send {value!r}, needed for the {action}"
-    return PeerLostError(f"rank {peer} (stage {stage}) did not {what}: {first_line(cause)}\n{_LOST}")
+    return PeerLostError(f"rank {peer} (stage {stage}) did not {what}: {plainly(cause)}\n{_LOST}")
 
 
 def group_lost(doing: str, peers: Sequence[int], cause: str) -> PeerLostError:
     """Return the error for a collective along the pipeline that failed."""
-    return PeerLostError(f"one of ranks {_list(peers)} did not take part in the {doing}: {first_line(cause)}\n{_LOST}")
+    return PeerLostError(f"one of ranks {_list(peers)} did not take part in the {doing}: {plainly(cause)}\n{_LOST}")
 
 
 def own_failure(rank: int, stages: Sequence[int], action: str | None, cause: str) -> str:

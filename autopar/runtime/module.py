@@ -6,7 +6,6 @@ import copy
 import functools
 import hashlib
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
@@ -46,6 +45,7 @@ from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, Bound
 from autopar.runtime.whole import assign_data, draw_for_the_whole, plain_arguments, refuse_numbers_of_parts
 from autopar.runtime.writing import write_through
+from autopar.warning import warn
 
 ProgramFor = Callable[[bool, bool, tuple[Any, ...], Mapping[str, Any]], Program | PipelinedProgram]
 """`program_for(training, grad, args, kwargs)`: the program for a mode and a form of call; asked once for each."""
@@ -219,7 +219,7 @@ class Runner:
         hooked = [name for (name, _), each in alive if name and each is not None and _hooks(each) - self._hooks]
         if hooked and not self._warned:
             self._warned = True
-            warnings.warn(hooks_not_called(hooked), stacklevel=7)
+            warn(hooks_not_called(hooked))
 
     def introduce(self, model: nn.Module) -> None:
         """Let whoever must know the modules that run these programs know this one."""
@@ -298,7 +298,7 @@ class Runner:
             raise problem
         found.append(bound)
         if len(found) == _MANY_FORMS:
-            warnings.warn(many_forms(len(found), training=mode[0]), stacklevel=7)
+            warn(many_forms(len(found), training=mode[0]))
         return bound, tensors
 
     def _bind(self, program: Program | PipelinedProgram, model: nn.Module) -> Bound | StagedBound:

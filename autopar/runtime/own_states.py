@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from autopar._torch import dtensor_of, is_dtensor, local_of
 from autopar.runtime.errors import own_state_pickled, part_of_other_rank
 from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dense_copy, own_part
+from autopar.warning import warn
 
 if TYPE_CHECKING:
     from autopar.runtime.module import Runner
@@ -38,13 +38,13 @@ class OwnState(OrderedDict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to pickle it, and warn that it is this rank's own."""
-        warnings.warn(own_state_pickled(self.__dict__[_WHAT]), stacklevel=2)
+        warn(own_state_pickled(self.__dict__[_WHAT]))
         return self._plain().__reduce_ex__(protocol)
 
     def items(self) -> Any:
         """Return the names and tensors, and warn if safetensors asks for them: it writes them without pickling."""
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "safetensors":
-            warnings.warn(own_state_pickled(self.__dict__[_WHAT], "saved"), stacklevel=3)
+            warn(own_state_pickled(self.__dict__[_WHAT], "saved"))
         return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnState:

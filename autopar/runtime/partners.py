@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from autopar.runtime.errors import partner_elsewhere
+from autopar.warning import warn
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Partners:
         for (_, name, other), was, is_now in zip(self.pairs, before, now, strict=True):
             if was != is_now:
                 self.pairs, self._versions = (), []
-                warnings.warn(partner_elsewhere(name, other), stacklevel=4)
+                warn(partner_elsewhere(name, other))
                 return
 
 

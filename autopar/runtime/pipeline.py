@@ -7,7 +7,6 @@ gradients by the tangent that arrives and hands them over. So the user's loop is
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from autopar.ir.placement import local_shape
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Event
 from autopar.runtime import stop_notes
+from autopar.runtime.backend_words import plainly
 from autopar.runtime.borrowing import Lent, form_of, loans
 from autopar.runtime.errors import (
     CollectiveError,
@@ -50,6 +50,7 @@ from autopar.runtime.stage_run import StageRun, Take
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, rebuilder
 from autopar.runtime.whole import whole
+from autopar.warning import warn
 
 _STATES = frozenset({"parameter", "buffer"})
 
@@ -255,7 +256,7 @@ class StagedBound:
                 frozen.append(start.target)
         if frozen and not self._warned:
             self._warned = True
-            warnings.warn(frozen_since(frozen), stacklevel=2)
+            warn(frozen_since(frozen))
         graded = [held[start.name] for start in self._graded]
         graded += [tensors[start.index] for start in self._graded_inputs]
         outputs = _PipelineStep.apply(self, tensors, self._anchor, *graded)  # type: ignore[no-untyped-call]
@@ -296,7 +297,7 @@ class StagedBound:
         if note and isinstance(error, RuntimeError):
             # A collective of the stage failed because its peer had.
             self._stopped = note
-            return peer_failed(f"{type(error).__name__}: {error}", note)
+            return peer_failed(str(named) if named is not None else plainly(str(error)), note)
         error = named or error
         self._stopped = f"{type(error).__name__}: {error}"
         if self._pipeline.depth > 1:

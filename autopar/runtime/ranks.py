@@ -26,6 +26,7 @@ from autopar.runtime.errors import (
 )
 from autopar.runtime.gloo import is_gloo, one_thread_backend
 from autopar.runtime.heap import keep_freed_memory
+from autopar.runtime.last_words import keep_last_words
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Ranks:
             rank, world_size = dist.get_rank(), dist.get_world_size()
         if not 0 <= rank < world_size:
             raise no_such_rank(rank, world_size)
+        keep_last_words()
         place = _device(device, local)
         if place.type == "cuda":
             count = torch.cuda.device_count()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from autopar.runtime.program import Program, Result, Value
 from autopar.runtime.ranks import Groups, Ranks
 from autopar.runtime.seeds import Seeds
 from autopar.runtime.whole import whole
+from autopar.warning import warn
 
 Backend = Callable[..., Callable[..., Any]]
 
@@ -177,7 +177,7 @@ class Bound:
                 frozen.append(self._names[place])
         if frozen and not self._warned:
             self._warned = True
-            warnings.warn(frozen_since(frozen), stacklevel=2)
+            warn(frozen_since(frozen))
 
     def run(self, given: list[Any]) -> tuple[list[Any], list[torch.Tensor], Sequence[Any], int | None]:
         """Run forward on `given`, which becomes local tensors.

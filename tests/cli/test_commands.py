@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.cli.launching import wait_for
 from autopar.cli.run import environment, launch_command
 from autopar.errors import CaptureError, InfeasibleError, StalePlanError, UsageError
 from autopar.ir.plan import Plan
@@ -190,15 +192,15 @@ def test_calibrate_ends_with_the_status_and_the_one_message_of_its_ranks(
     def unlike(*_: object, **__: object) -> None:
         raise UsageError("1 rank is not the inner level of cluster 'cpu:4'")
 
-    def one_rank(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+    def one_rank(command: list[str], *_: object) -> int:
         with monkeypatch.context() as rank:
             rank.setenv("RANK", "0")
             rank.setenv("WORLD_SIZE", "1")
             rank.setattr("autopar.api.calibrating.measured", unlike)
             assert main(command[command.index("autopar") + 1 :]) == 2
-        return subprocess.CompletedProcess(command, 1, b"", b"ChildFailedError of torchrun")
+        return 2
 
-    monkeypatch.setattr(subprocess, "run", one_rank)
+    monkeypatch.setattr("autopar.cli.on_ranks.wait_for", one_rank)
 
     assert main(["calibrate", "-c", "cpu:4", "--ranks", "1", "-o", str(tmp_path / "it.json")]) == 2
     assert capsys.readouterr() == (
@@ -207,15 +209,27 @@ def test_calibrate_ends_with_the_status_and_the_one_message_of_its_ranks(
     )
 
 
-def test_a_calibration_whose_rank_dies_shows_what_it_said(monkeypatch: pytest.MonkeyPatch, capsys: Out):
-    dead = subprocess.CompletedProcess([], 1, b"", b"a rank's traceback\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: dead)
+@pytest.mark.parametrize(
+    ("ended", "status", "text"),
+    [
+        (1, 70, "a rank ended without a result; what it said is above"),
+        (137, 137, "a rank was ended by SIGKILL"),
+    ],
+)
+def test_a_calibration_whose_rank_dies_says_how(
+    ended: int, status: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: Out
+):
+    monkeypatch.setattr("autopar.cli.on_ranks.wait_for", lambda *_: ended)
 
-    assert main(["calibrate", "-c", "cpu:4"]) == 70
-    assert capsys.readouterr().err.splitlines() == [
-        "a rank's traceback",
-        "autopar: a rank ended without a result; what it said is above",
-    ]
+    assert main(["calibrate", "-c", "cpu:4"]) == status
+    assert capsys.readouterr().err == f"autopar: {text}\n"
+
+
+def test_what_ranks_say_is_seen_as_they_say_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    said = "import sys; print('on its way', file=sys.stderr)"
+
+    assert wait_for([sys.executable, "-c", said], os.environ) == 0
+    assert capfd.readouterr().err == "on its way\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["cluster"]])
@@ -332,7 +346,7 @@ def test_run_launches_the_plans_ranks(saved: Path, small_plan: Plan):
     one = launch_command(small_plan, ["train.py", "--steps", "2"], 1, 0, None)
     two = launch_command(small_plan, ["-m", "train"], 2, 1, "host:29500")
 
-    assert one[1:] == ["-m", "torch.distributed.run", "--nproc-per-node=8", "--standalone", "train.py", "--steps", "2"]
+    assert one[1:] == ["-m", "autopar.cli.torchrun", "--nproc-per-node=8", "--standalone", "train.py", "--steps", "2"]
     assert "--nproc-per-node=4" in two
     assert two[-5:] == ["--node-rank=1", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29500", "-m", "train"]
 
@@ -364,7 +378,8 @@ def test_run_hands_over_the_plan_and_returns_the_status_of_the_script(
 
 def test_ending_run_ends_what_it_launched(saved: Path):
     sleeper = "import time; print(1, flush=True); time.sleep(60)"
-    code = f"import sys; from autopar.cli.run import _wait; sys.exit(_wait([sys.executable, '-c', {sleeper!r}], {{}}))"
+    called = f"wait_for([sys.executable, '-c', {sleeper!r}], {{}})"
+    code = f"import sys; from autopar.cli.launching import wait_for; sys.exit({called})"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as outer:
         assert outer.stdout is not None
         assert outer.stdout.readline() == "1\n"

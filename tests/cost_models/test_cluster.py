@@ -328,7 +328,6 @@ def test_a_wrong_cluster_text_is_refused_with_the_ways_to_write_one(text, messag
         ("a: 1\nb: [", r"is no YAML: expected the node content, .* in line 2, column 5"),
         ("\tname: x", r"is no YAML: found character '\\t' that cannot start any token .* in line 1, column 1"),
         ("- 1", "the document must be a mapping"),
-        ("", "must be a mapping"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text, message):
@@ -387,3 +386,28 @@ def test_the_best_rate_of_products_is_the_presets_until_the_file_says_efficienci
     assert best(matmul_efficiency={"bf16": 0.95}, matmul_best={"bf16": 0.9}) == {"bfloat16": 0.9}
     with pytest.raises(ClusterError, match="unknown data type 'bg16'"):
         best(matmul_best={"bg16": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "c.yaml: the file is empty; `autopar cluster show cpu:4` prints an example"),
+        ("# nothing yet\n", "c.yaml: the file is empty; `autopar cluster show cpu:4` prints an example"),
+        ("version: 1\ndevices:\ngroups: []\n", "c.yaml: devices has nothing below it; fill it in, or leave it out"),
+        (
+            "version: 1\n---\nversion: 1\n",
+            "c.yaml: is no YAML: expected a single document in the stream but found another document, "
+            "in line 2, column 1",
+        ),
+    ],
+)
+def test_files_that_say_nothing_or_twice_are_told(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "c.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ClusterError) as caught:
+        ClusterSpec.from_file("c.yaml")
+
+    assert str(caught.value) == message

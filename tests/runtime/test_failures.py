@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 import autopar
+from autopar.runtime.backend_words import plainly
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.failures import told
 from tests.support.compiling import compile_with
@@ -73,7 +74,7 @@ def failing(error: Exception) -> None:
     [
         (
             RuntimeError("Timed out waiting 60000ms"),
-            "rank 3: the collective 'all_reduce w @dp backward' failed: Timed out",
+            "rank 3: the collective 'all_reduce w @dp backward' failed: nothing came for 60 s",
         ),
         (
             RuntimeError("Backend mpi does not support alltoall"),
@@ -105,3 +106,19 @@ def test_an_operator_that_fails_is_not_called_a_collective():
         program(torch.ones(2, 3))
 
     assert told(caught.value, program, 0, "gloo") is None
+
+
+GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (f"{GLOO}Connection closed by peer [127.0.0.1]:37598. This is typically caused by", "its connection closed"),
+        (f"{GLOO}Timed out waiting 1800000ms for recv operation to complete", "nothing came for 1800 s"),
+        ("NCCL communicator was aborted on rank 1.\nmore", "NCCL communicator was aborted on rank 1"),
+        ("", "no message"),
+    ],
+)
+def test_a_backends_words_are_told_plainly(cause: str, words: str):
+    assert plainly(cause) == words
