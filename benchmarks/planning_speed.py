@@ -3,8 +3,8 @@
     python -m benchmarks.planning_speed --layers 2 4 8 16 32
 
 The whole way from the model's code to the plan, all mesh shapes, each depth in a process of its own: seconds of each
-phase, and the largest resident size of the process. Imports are a phase too. One line of JSON a depth, on stdout and in
-benchmarks/results/planning_speed.jsonl.
+phase, of the processor in all, and the largest resident size of the process. Imports are a phase too. One line of JSON
+a depth, on stdout and in benchmarks/results/planning_speed.jsonl.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def plan_once(layers: int, args: argparse.Namespace) -> dict[str, Any]:
         "cluster": args.cluster,
         "seconds": seconds,
         "total_s": round(total, 3),
+        "cpu_s": round(time.process_time(), 3),
         "beside_capture_s": round(total - seconds["capture"] - seconds["import"], 3),
         "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "predicted_s": plan.estimates.step_time_s,

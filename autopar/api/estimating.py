@@ -9,10 +9,13 @@ from math import inf, log
 
 from autopar.api.crossings import least_handing
 from autopar.api.kinds import alone, shape_of, tensor_parallel
+from autopar.api.pipelining import Wanted
+from autopar.api.schedules import run_of, ways_to_run
 from autopar.api.sequences import share_of_tokens
 from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
 from autopar.api.works import Works
+from autopar.costs.rough import Rough
 from autopar.errors import InfeasibleError
 from autopar.search.ilp import Ilp, Limits
 from autopar.search.recomputing import share_of_seconds
@@ -45,6 +48,9 @@ class Estimates:
 
     _mixed: dict[Trial, float] = field(init=False, default_factory=dict)
     """Estimates of trials that recompute everything, over those of recomputing only what memory asks for."""
+
+    _fastest: dict[Trial, Wanted] = field(init=False, default_factory=dict)
+    """The schedule that an estimate is of."""
 
     _sizes: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Micro-batch sizes whose seconds are computed, sorted, by the ranks along which tensors are split."""
@@ -81,6 +87,10 @@ class Estimates:
             if not sizes or not sizes[0] <= size <= sizes[-1]:
                 insort(sizes, size)
         return {trial: self._estimate_s(trial, fits=fits) for trial in trials}
+
+    def way(self, trial: Trial) -> Wanted | None:
+        """Return the schedule by which a pipeline is estimated to be fastest, if it was."""
+        return self._fastest.get(trial)
 
     def slack(self, trial: Trial) -> float:
         """Return how many times as long as the best plan a trial may take: what recomputing less is to save."""
@@ -137,31 +147,41 @@ class Estimates:
         once = (low + share * (high - low)) * (shape.depth / self.solving.pace(shape.depth))
         once *= share_of_tokens(self.solving.program, *alone(trial))
         if trial.recompute == "none":
-            found = self.solving.rough("none", self.wishes).estimate_s(shape, once, budget)
-            return self._handed_s(trial, found)
+            return self._run_s(trial, self.solving.rough("none", self.wishes), once)
         more = self._more(trial.recompute, shape.width, known[-1], fits=fits)
         rough = self.solving.rough(trial.recompute, self.wishes)
-        found = self._handed_s(trial, rough.estimate_s(shape, once * more, budget))
+        found = self._run_s(trial, rough, once * more)
         if not self.mixes or found == inf:
             return found
         share = self.solving.rough("none", self.wishes).share_over(shape, rough, budget)
         ways = self.works.ways(known[-1], shape.width)
         once *= 1.0 + (share if ways is None else share_of_seconds(ways, share)) * (more - 1.0)
-        mixed = self._handed_s(trial, rough.estimate_s(shape, once, budget))
+        mixed = self._run_s(trial, rough, once)
         self._mixed[trial] = found / mixed if mixed else 1.0
         return mixed
 
-    def _handed_s(self, trial: Trial, step_s: float) -> float:
-        """Return what a step takes with messages between its stages: all over the slowest of the links, or one way.
+    def _run_s(self, trial: Trial, rough: Rough, microbatch_s: float) -> float:
+        """Return what a step takes by the fastest schedule, given a micro-batch through all stages on one replica.
 
-        That is as fast as schedules can be: one that has few micro-batches under way waits for messages besides.
+        With messages between stages: all over the slowest of the links, or one way. That is as fast as schedules can
+        be: one that has few micro-batches under way waits for messages besides.
         """
-        if trial.depth == 1 or step_s == inf:
-            return step_s
-        shape, sizes = shape_of(trial), tuple(axis.size for axis in trial.ranks)
+        shape, budget = shape_of(trial), self.solving.mean_budget(trial.depth)
+        if trial.depth == 1:
+            return rough.estimates_s(shape, microbatch_s, budget)[0]
+        ways = ways_to_run(trial, self.wishes, rough.blocks)
+        runs = [run_of(wanted, trial.microbatches) for wanted in ways]
+        steps = rough.estimates_s(shape, microbatch_s, budget, runs)
+        sizes = tuple(axis.size for axis in trial.ranks)
         sent = self.works.floors.crossing_bytes / (shape.microbatches * shape.replicas * shape.width)
         handing = least_handing(self.solving.equal, trial.depth, sizes, sent)
-        return max(step_s, shape.microbatches * handing.most_s) + 2.0 * handing.path_s
+        found = [
+            max(step_s, run.rounds * shape.microbatches * handing.most_s) + 2.0 * run.rounds * handing.path_s
+            for run, step_s in zip(runs, steps, strict=True)
+        ]
+        best_s = min(found)
+        self._fastest[trial] = ways[found.index(best_s)]
+        return best_s
 
     def _more(self, recompute: Recompute, width: int, size: int, *, fits: bool) -> float:
         """Return how many times as long a micro-batch takes with recomputation, at the largest size if it is needed."""

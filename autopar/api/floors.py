@@ -13,7 +13,6 @@ from autopar.api.crossings import alive_between
 from autopar.capture.recompute import KEPT, block_of, copies_of
 from autopar.costs.again import kept_values
 from autopar.costs.expanded import index_shares
-from autopar.costs.links import Links
 from autopar.costs.liveness import gradients_of
 from autopar.costs.operators import seconds
 from autopar.costs.optimizer import state_bytes
@@ -25,6 +24,7 @@ from autopar.ir.table import Floats
 from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.fluid import Fluid
 from autopar.search.trials import Uniform
+from cost_models.device import DeviceSpec
 
 WAYS: tuple[Uniform, ...] = ("none", "casts", "cheap", "selective", "per_operator", "keep_attention", "full")
 """Ways of recomputing a block, from what takes least to what saves least."""
@@ -129,13 +129,13 @@ class Floors:
         metas = ([op.outputs[index] for op, index in values] for values in alive)
         return min((float(sum(meta.nbytes for meta in each if meta)) for each in metas), default=0.0)
 
-    def work(self, options: Mapping[str, Sequence[MeshStrategy]], links: Links) -> Work:
-        """Return what each block takes at least.
+    def work(self, options: Mapping[str, Sequence[MeshStrategy]], sizes: tuple[int, ...], device: DeviceSpec) -> Work:
+        """Return what each block takes at least on a device.
 
-        `options` are those of each operator on the ranks along which tensors are split, `links` their mesh.
+        `options` are those of each operator on the ranks along which tensors are split, `sizes` those of their mesh.
         """
         graph, home = self.graph, self._home
-        least = {rep: self._least_s(graph.by_name[rep], found, links) for rep, found in options.items()}
+        least = {rep: self._least_s(graph.by_name[rep], found, sizes, device) for rep, found in options.items()}
         spent = {op.name: least.get(graph.representative(op.name), 0.0) for op in graph.ops}
         count = len(units(graph))
         forward, inputs, weights = (np.zeros(count) for _ in range(3))
@@ -149,34 +149,49 @@ class Floors:
         return Work(forward, inputs, weights, again)
 
     def blocks(
-        self, work: Work, ways: Collection[Uniform], *, parts: int, shards: int, sums: bool, elsewhere_s: float = 0.0
+        self,
+        work: Work,
+        ways: Collection[Uniform],
+        *,
+        parts: int,
+        shards: int,
+        sums: bool,
+        elsewhere_s: float = 0.0,
+        beside: Sequence[Work] = (),
     ) -> Fluid:
         """Return the program as kinds of blocks that can be recomputed in these ways.
 
         Values are cut into at most `parts` by samples and ranks, parameters into `shards`. `sums`: gradients are held
         from one micro-batch to the next. `elsewhere_s`: what a micro-batch takes through all blocks, if that is more
-        than their operators take.
+        than their operators take. `beside`: what they take on other devices, if those of a kind are to be alike there,
+        too.
         """
         rest, gradients = self._static_bytes
         static = (rest + gradients * sums) / shards
         chosen = [way in ways for way in WAYS]
         saved, late = self.saved_bytes[:, chosen] / parts, self._late_bytes / parts
-        return _alike(replace(work, again_s=work.again_s[:, chosen]), saved, late, static, elsewhere_s)
+        tried, others = (
+            [replace(each, again_s=each.again_s[:, chosen]) for each in works] for works in ((work,), beside)
+        )
+        return _alike(tried[0], saved, late, static, elsewhere_s, others)
 
-    def _least_s(self, op: Op, options: Sequence[MeshStrategy], links: Links) -> float:
+    def _least_s(self, op: Op, options: Sequence[MeshStrategy], sizes: tuple[int, ...], device: DeviceSpec) -> float:
         if op.kind != "call":
             return 0.0
         metas = tuple(self.graph.meta(ref) for ref in op.refs)
         shares = index_shares(self.graph).get(op.name)
-        return float(seconds(op, metas, options, links.sizes, links.cluster.device, shares=shares).min(initial=np.inf))
+        return float(seconds(op, metas, options, sizes, device, shares=shares).min(initial=np.inf))
 
 
-def _alike(work: Work, saved: Floats, late: Floats, static: Floats, elsewhere_s: float) -> Fluid:
+def _alike(
+    work: Work, saved: Floats, late: Floats, static: Floats, elsewhere_s: float, beside: Sequence[Work]
+) -> Fluid:
     """Return blocks that are equal as one kind; the first and the last are kinds of their own."""
-    own = (work.forward_s, work.input_gradient_s, work.weight_gradient_s)
+    own, *others = ((each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in (work, *beside))
+    apart = [column for each, theirs in zip(beside, others, strict=True) for column in (*theirs, each.again_s)]
     count = len(static)
     place = np.arange(count)
-    numbers = np.column_stack([*own, work.again_s, saved, late, static])
+    numbers = np.column_stack([*own, work.again_s, saved, late, static, *apart])
     # Sums of the same numbers in another order are not the same number.
     digits = 1e-9 * np.maximum(numbers.max(axis=0), 1e-300)
     rounded = np.column_stack([place == 0, place == count - 1, np.rint(numbers / digits)])

@@ -127,7 +127,9 @@ class Outer:
                 if isinstance(one, Waiting):
                     solutions += self._solve(one, most - solutions, len(heap), len(trials))
                 elif one in self.standing.likely and (
-                    self.standing.left_to_try_s <= 0 or self.standing.is_hopeless(one)
+                    self.standing.left_to_try_s <= 0
+                    or self.standing.is_hopeless(one)
+                    or self.standing.is_outdone(one, self.standing.known_bound_s(one))
                 ):
                     self.standing.give_up([one])
                 else:
@@ -150,12 +152,8 @@ class Outer:
         if most <= 0:
             self.standing.solved.append(left_out(one.trial, one.bound_s, "not solved: others looked better"))
             return False
-        slack = self.standing.slack(one.trial)
-        beaten_s = self.standing.best_s * slack
-        # Only recomputing less could make it the best: that has to make up for what others were slower by, and
-        # for what these may save themselves.
-        hoped_s = one.bound_s * self.standing.off(one.trial) / slack
-        if one.bound_s >= self.standing.best_s and hoped_s >= self.standing.hoped_best_s:
+        beaten_s = self.standing.best_s * self.standing.slack(one.trial)
+        if self.standing.is_outdone(one.trial, one.bound_s):
             self.standing.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
             return False
         self.progress.phase(f"solve {left} of {len(self.standing.solved) + left}, best bound first")
@@ -174,7 +172,8 @@ class Outer:
         if trial.depth == 1:
             return []
         simplest = self.standing.wishes.wanted(trial.depth)
-        return list(dict.fromkeys([self.standing.fluid_of(trial).wanted or simplest, simplest]))
+        likely = self.standing.fluid_of(trial).wanted or self.standing.estimates.way(trial) or simplest
+        return list(dict.fromkeys([likely, simplest]))
 
     def _climb(self) -> None:
         """Try micro-batches of about the size of the most promising plan's: sizes that are far apart came first.

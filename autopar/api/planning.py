@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, gcd, inf, prod
@@ -20,6 +20,7 @@ from autopar.api.microbatching import nothing_divides
 from autopar.api.naming import name_axes, repeating
 from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped
+from autopar.api.proving import proven_s
 from autopar.api.sequences import splits_tokens
 from autopar.api.solving import Solved, Solving
 from autopar.api.standing import Standing
@@ -383,7 +384,8 @@ class Planner:
         batch = graph.batch_size
         repeats = repeating(outcome, mesh)
         replicas, idle = _splits_of_batch(batch // outcome.microbatches, mesh, repeats)
-        solver = _solver(best, solved, seconds, options, found.floor_s, self._solving.proves)
+        bounds = [proven_s(outer.standing, one) for one in solved if one.solution.status != "infeasible"]
+        solver = _solver(best, solved, seconds, options, max(found.floor_s, min(bounds, default=inf)))
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version
@@ -460,16 +462,10 @@ def _solver(
     solved: Sequence[Solved],
     seconds: float,
     options: PlanOptions,
-    floor_s: float,
-    proves: Callable[[Trial], bool],
+    proven_s: float,
 ) -> Solver:
-    """Return the proof: no candidate can be faster than the least of their bounds, and none than `floor_s`.
-
-    Bounds that say nothing of their trials for sure are left to `floor_s`.
-    """
-    open_ = (one for one in solved if one.solution.status != "infeasible")
-    bounds = [one.solution.bound_s if proves(one.trial) else 0.0 for one in open_]
-    bound = min(best.step_s, max(floor_s, min(bounds, default=inf)))
+    """Return the proof: no candidate can be faster than `proven_s`."""
+    bound = min(best.step_s, proven_s)
     gap = (best.step_s - bound) / best.step_s if best.step_s else 0.0
     stopped = any(one.solution.status == "time_limit" for one in solved)
     return Solver(

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from autopar.api.solving import ruled_out
+from autopar.api.kinds import Alone, alone
+from autopar.api.solving import Solved, ruled_out
 from autopar.api.standing import Standing, kin, without
 from autopar.search.trials import Trial
 
 _PROVEN = 8
 """Trials that are relaxed only to say how much better a plan could be that recomputes less."""
+
+_MESHES = 24
+"""Meshes of one stage whose whole program is relaxed only to bound what was not tried."""
+
+_MORE = 2.0
+"""Times as much as on like meshes that collectives of gradients and parameters are taken to add at most."""
 
 _BOUNDED = 400
 """Trials at most whose blocks are bounded as a fluid."""
@@ -41,8 +48,11 @@ def prove(standing: Standing) -> None:
     """Bound, as a fluid, the trials that leave the most room below the best plan; relax where that says nothing."""
     proven: set[Trial] = set()
     relaxed = 0
+    dearer: dict[Alone, float] = {}
     for _ in range(_BOUNDED):
-        left = [one for one in standing.solved if one.solution.status != "infeasible"]
+        left = [
+            one for one in standing.solved if one.solution.status != "infeasible" and standing.solving.proves(one.trial)
+        ]
         least = min(left, key=lambda each: each.solution.bound_s, default=None)
         if least is None or least.trial in proven or standing.is_good(least.solution.bound_s):
             return
@@ -51,16 +61,21 @@ def prove(standing: Standing) -> None:
         proven.add(least.trial)
         bound_s = standing.fluid_of(least.trial).step_s
         unknown = bound_s == 0.0 and standing.is_open(least)
-        if not standing.is_good(bound_s) and relaxed < _PROVEN:
+        if not standing.is_good(bound_s) and relaxed < _MESHES:
             whole = Trial(least.trial.ranks)
             if unknown and without(least.trial) not in standing.free_s:
                 _relax_plain(standing, least.trial)
                 relaxed += 1
             elif not unknown and least.trial.replicas > 1 and kin(whole) not in standing.free_s:
-                # Collectives of gradients and parameters are in no fluid.
-                _relax_plain(standing, whole)
-                relaxed += 1
-        bound_s = standing.lightest_s(least.trial) if unknown else max(bound_s, standing.known_bound_s(least.trial))
+                # Collectives of gradients and parameters are in no fluid. Where they were little on like meshes, they
+                # are not much more here.
+                plain, kind = replace(least.trial, recompute="none"), alone(whole)
+                likely_s = (1.0 + _MORE * dearer.get(kind, inf)) * standing.estimates.bound_s(plain)
+                if likely_s >= bound_s:
+                    _relax_plain(standing, whole)
+                    relaxed += 1
+                    dearer[kind] = max(dearer.get(kind, 0.0), _collectives(standing, whole))
+        bound_s = max(bound_s, _known_s(standing, least))
         if least.outcome is None and bound_s == inf:
             found = ruled_out(least.trial, inf)
             least.solution, least.why_not = found.solution, found.why_not
@@ -71,6 +86,29 @@ def prove(standing: Standing) -> None:
 def raise_bounds(standing: Standing) -> None:
     """Give each trial the best bound known by now: what was relaxed after it was given up may bound it, too."""
     for one in standing.solved:
-        known_s = standing.lightest_s(one.trial) if standing.is_open(one) else standing.known_bound_s(one.trial)
+        known_s = _known_s(standing, one)
         if one.solution.status != "infeasible" and one.solution.bound_s < known_s < inf:
             one.solution = replace(one.solution, bound_s=min(known_s, one.step_s))
+
+
+def _known_s(standing: Standing, one: Solved) -> float:
+    """Return a bound from what was relaxed: of what may recompute less, one that holds whatever is recomputed."""
+    return standing.lightest_s(one.trial) if standing.is_open(one) else standing.known_bound_s(one.trial)
+
+
+def _collectives(standing: Standing, whole: Trial) -> float:
+    """Return what the relaxed program takes beyond its work on the ranks that share a sample, over that work."""
+    work_s = standing.estimates.bound_s(whole)
+    return max(0.0, standing.free_s[kin(whole)] / work_s - 1.0) if work_s else inf
+
+
+def proven_s(standing: Standing, one: Solved) -> float:
+    """Return seconds that no plan of a trial beats; 0 if nothing is known, or time too short to find out.
+
+    Where stages are on unlike devices, the bound of its solution says nothing for sure.
+    """
+    if standing.solving.proves(one.trial):
+        return one.solution.bound_s
+    if standing.left_to_prove_s <= 0 and not standing.knows_fluid_of(one.trial):
+        return 0.0
+    return standing.fluid_of(one.trial).step_s

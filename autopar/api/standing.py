@@ -11,6 +11,7 @@ from autopar.api.estimating import Estimates
 from autopar.api.kinds import kind_of, shape_of
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Best, Proofs
+from autopar.api.schedules import other_schedules, ways_to_run
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
 from autopar.api.turns import turn_s
 from autopar.api.wishes import Wishes
@@ -145,6 +146,15 @@ class Standing:
             return True
         return bool(off) and min(off) * self.likely[trial] > _SLOWER * self.best_s
 
+    def is_outdone(self, trial: Trial, bound_s: float) -> bool:
+        """Return whether a trial with such a bound is not worth solving: others of its kind were slower than theirs.
+
+        Only recomputing less could make it the best. That has to make up for what others were slower by, and for what
+        these may save themselves.
+        """
+        hoped_s = bound_s * self.off(trial) / self.slack(trial)
+        return bound_s >= self.best_s and hoped_s >= self.hoped_best_s
+
     def needs_less(self, trial: Trial) -> bool:
         """Return whether a trial that recomputes everything has a plan that recomputes nothing, which is faster."""
         plain = replace(trial, recompute="none")
@@ -155,17 +165,25 @@ class Standing:
         return bound_s >= self.best_s * (1.0 - self.solving.options.gap)
 
     def fluid_of(self, trial: Trial) -> Best:
-        """Return what a trial's blocks can be at best, as a fluid."""
+        """Return what a trial's blocks can be at best, as a fluid; blocks recomputed each in its way as any may be."""
+        trial = self._all_ways(trial)
         if trial not in self._fluid:
-            ways = [self.wishes.wanted(trial.depth)] if trial.depth > 1 else []
-            if ways and self.wishes.schedule_is_open:
-                ways += self.other_schedules(trial)
+            blocks = self.solving.rough(trial.recompute, self.wishes).blocks
+            ways = ways_to_run(trial, self.wishes, blocks)
             self._fluid[trial] = self._proofs.best(trial, ways, self.estimates.microbatch_s(trial))
         return self._fluid[trial]
 
+    def knows_fluid_of(self, trial: Trial) -> bool:
+        """Return whether that is known by now."""
+        return self._all_ways(trial) in self._fluid
+
+    def _all_ways(self, trial: Trial) -> Trial:
+        mixed = self.mixes and not isinstance(trial.recompute, str)
+        return replace(trial, recompute="full") if mixed else trial
+
     def is_open(self, one: Solved) -> bool:
         """Return whether a trial may become another that recomputes less."""
-        return one.trial.recompute != "none" and one.solution.status != "infeasible"
+        return self.mixes and one.trial.recompute != "none" and one.solution.status != "infeasible"
 
     def lightest_s(self, trial: Trial) -> float:
         """Return a bound of a trial's mesh whatever is recomputed."""
@@ -173,13 +191,7 @@ class Standing:
 
     def other_schedules(self, trial: Trial) -> list[Wanted]:
         """Return the schedules of a pipeline beside the simplest."""
-        most = self.solving.rough(trial.recompute, self.wishes).blocks // trial.depth
-        found = [Wanted(trial.depth, "zb_h1")]
-        if "interleave" not in self.wishes.never and trial.microbatches >= trial.depth:
-            times = sorted({each for each in (2, 4, min(8, most)) if 1 < each <= most})
-            found += [Wanted(trial.depth, "interleaved_1f1b", each) for each in times]
-            found += [Wanted(trial.depth, "zbv", 2)] if most >= 2 else []
-        return found
+        return other_schedules(trial, self.wishes, self.solving.rough(trial.recompute, self.wishes).blocks)
 
     def is_beaten(self, trial: Trial) -> bool:
         """Return whether no plan of a trial is known to be faster than the best, less being recomputed where it may."""

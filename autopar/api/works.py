@@ -11,6 +11,7 @@ from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
 from autopar.errors import InfeasibleError
 from autopar.search.recomputing import Ways
+from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
 
 
@@ -20,24 +21,29 @@ class Works:
 
     solving: Solving
     wishes: Wishes
-    _known: dict[tuple[int, int], Work | None] = field(init=False, default_factory=dict)
-    """By samples of a micro-batch and ranks along which tensors are split."""
+    _known: dict[tuple[int, int, str], Work | None] = field(init=False, default_factory=dict)
+    """By samples of a micro-batch, ranks along which tensors are split, and the cluster that they are on, if told."""
 
     @cached_property
     def floors(self) -> Floors:
         """Return the blocks between which the program may be cut."""
         return Floors(self.solving.graph("none", self.wishes), self.solving.optimizer)
 
-    def of(self, size: int, width: int) -> Work | None:
-        """Return what blocks take at least with micro-batches of a size; `None` where operators have no price."""
-        if (size, width) not in self._known:
+    def of(self, size: int, width: int, cluster: ClusterSpec | None = None) -> Work | None:
+        """Return what blocks take at least with micro-batches of a size; `None` where operators have no price.
+
+        On the slowest of all devices, or on those of a cluster of equal ones.
+        """
+        key = size, width, "" if cluster is None else cluster.fingerprint()
+        if key not in self._known:
             trial = tensor_parallel(self.solving.program.batch_size, size, width)
             try:
-                options = self.solving.choices(trial, self.wishes)
-                self._known[size, width] = self.floors.work(options, self.solving.links(trial))
+                options, links = self.solving.choices(trial, self.wishes), self.solving.links(trial)
+                device = links.cluster.device if cluster is None else cluster.device
+                self._known[key] = self.floors.work(options, links.sizes, device)
             except (CostModelError, InfeasibleError):
-                self._known[size, width] = None
-        return self._known[size, width]
+                self._known[key] = None
+        return self._known[key]
 
     def ways(self, size: int, width: int) -> Ways | None:
         """Return what ways of recomputing each block take at least, and keep of all samples, whole; `None` as above."""

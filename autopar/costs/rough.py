@@ -39,6 +39,20 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Run:
+    """What of a pipeline's schedule estimates read; that of 1F1B where nothing is said."""
+
+    idle: float = 1.0
+    """Micro-batches' seconds on one rank that a step is longer by, for each rank but one, than the work."""
+
+    ahead: float = 0.0
+    """Micro-batches that the first rank has in flight beyond one a rank."""
+
+    rounds: int = 1
+    """How often a micro-batch passes all ranks."""
+
+
+@dataclass(frozen=True)
 class Sharding:
     """What is sharded along the ranks that split the batch."""
 
@@ -52,6 +66,7 @@ class Sharding:
     """Each micro-batch's gradients are scattered, and their sums held so."""
 
 
+_PLAIN = Run()
 EARLY = Sharding(state=True, parameters=True, gradients=True)
 _SHARDINGS = (
     Sharding(state=False, parameters=False, gradients=False),
@@ -192,9 +207,9 @@ class Rough:
         """Return which share of the work the busiest of `depth` stages has at least: 60 of 96 layers, two of them."""
         return busiest_share(self._unit_works, depth)
 
-    def least_bytes(self, shape: Shape, sharding: Sharding = EARLY) -> float:
+    def least_bytes(self, shape: Shape, sharding: Sharding = EARLY, run: Run = _PLAIN) -> float:
         """Return about what the first or last pipeline rank holds if all that can be split is, in even stages."""
-        first = self._held(shape, min(shape.depth, shape.microbatches), sharding)
+        first = self._held(shape, min(shape.depth + run.ahead, shape.microbatches), sharding)
         passing = self._passing_bytes / (shape.microbatches * shape.replicas * shape.width)
         return max(first, self._held(shape, 1, sharding) + passing)
 
@@ -202,7 +217,7 @@ class Rough:
         """Return what the average rank of a pipeline holds at least, whatever the layouts and the cut."""
         return self._held(shape, 1, EARLY)
 
-    def _held(self, shape: Shape, in_flight: int, sharding: Sharding) -> float:
+    def _held(self, shape: Shape, in_flight: float, sharding: Sharding) -> float:
         own = shape.depth * shape.width
         shards = shape.shards if sharding.state else 1
         static = self._parameter_bytes + self._state_bytes
@@ -225,18 +240,25 @@ class Rough:
         held, thrifty = self.least_bytes(shape), least.least_bytes(shape)
         return min(1.0, max(0.0, held - budget_bytes) / max(held - thrifty, 1.0))
 
-    def estimate_s(self, shape: Shape, microbatch_s: float, budget_bytes: float) -> float:
-        """Return about how long a step takes, given one micro-batch through all stages without data parallelism.
+    def estimates_s(
+        self, shape: Shape, microbatch_s: float, budget_bytes: float, runs: Sequence[Run] = (_PLAIN,)
+    ) -> list[float]:
+        """Return about how long a step takes in each run, given a micro-batch through all stages on one replica.
 
         Infinite where not even the thriftiest layouts fit.
         """
         if self.least_bytes(shape) > budget_bytes:
-            return inf
-        fitting = [each for each in _SHARDINGS if self.least_bytes(shape, each) <= budget_bytes]
+            return [inf] * len(runs)
         microbatch_s += self._exchanges_s(shape)
-        return min(self._step_s(shape, microbatch_s, each) for each in fitting)
+        found = [inf] * len(runs)
+        for sharding in _SHARDINGS:
+            fits = [self.least_bytes(shape, sharding, run) <= budget_bytes for run in runs]
+            if any(fits):
+                each = self._steps_s(shape, microbatch_s, sharding, runs)
+                found = [min(known, s) if fit else known for known, s, fit in zip(found, each, fits, strict=True)]
+        return found
 
-    def _step_s(self, shape: Shape, microbatch_s: float, sharding: Sharding) -> float:
+    def _steps_s(self, shape: Shape, microbatch_s: float, sharding: Sharding, runs: Sequence[Run]) -> list[float]:
         # Sums over micro-batches are reduced when all are there; gradients of each, or of the only one, as they come.
         comes = sharding.gradients or shape.microbatches == 1
         reduced_bytes = self._term_bytes if comes else self._gradient_bytes
@@ -248,12 +270,11 @@ class Rough:
             times = 2 * shape.microbatches if sharding.parameters else 1
             behind_s, hidable_s = behind_s + times * once[0], hidable_s + times * once[1]
         busy = shape.microbatches * microbatch_s * self.busiest_share(shape.depth)
-        bubble = microbatch_s * (shape.depth - 1) / shape.depth
         # Ranks that share cores are faster while others wait; but all their work has to be done on these cores.
-        share = self.cluster.share
-        computing_s = max(shape.microbatches * microbatch_s / shape.depth, share * (busy + bubble))
-        shown_s = behind_s - hidable_s
-        return max(computing_s, hidable_s + share * bubble) + shown_s + reduce_s
+        share, work_s = self.cluster.share, shape.microbatches * microbatch_s / shape.depth
+        bubbles = [run.idle * microbatch_s * (shape.depth - 1) / shape.depth for run in runs]
+        shown_s = behind_s - hidable_s + reduce_s
+        return [max(work_s, share * (busy + bubble_s), hidable_s + share * bubble_s) + shown_s for bubble_s in bubbles]
 
     def _moved_s(self, shape: Shape, nbytes: float, op: str) -> tuple[float, float]:
         """Return the seconds to reduce all gradients, or to gather all parameters, and how many of them can hide.

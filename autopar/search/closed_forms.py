@@ -127,6 +127,28 @@ def parts(schedule: str, seconds: Seconds) -> Parts:
     return _FORMS[schedule](seconds)
 
 
+def idle_share(schedule: str, *, ranks: int, interleave: int, microbatches: int) -> float:
+    """Return how many micro-batches' seconds on one rank a step is longer by, for each rank but one, than the work.
+
+    Of even stages without transfers, whose forward and both gradients take as long each: 1 for 1f1b.
+    """
+    if ranks == 1:
+        return 0.0
+    stages = ranks * interleave
+    third, nothing = np.full(stages, 1 / (3 * interleave)), np.zeros(stages)
+    found = parts(
+        schedule,
+        Seconds(
+            ranks=ranks, interleave=interleave, microbatches=microbatches, blocking=False,
+            forward=third, input_gradient=third, weight_gradient=third,
+            received_forward=nothing, received_backward=nothing, sent_forward=nothing, awaited_backward=nothing,
+            fills=np.where(np.arange(stages) < ranks - 1, 1.0, 0.0),
+        ),
+    )  # fmt: skip
+    key = float(found.key.max() if found.by_stage else found.key[:interleave].sum())
+    return (float(found.fill.sum()) + key - microbatches) / (ranks - 1)
+
+
 def _all_in_turn(each: Seconds, exposed: Floats, *, by_stage: bool = False) -> Parts:
     """Return the first micro-batch through all stages, and every other one behind it through the slowest."""
     work = (each.microbatches - 1) * each.total

@@ -44,7 +44,7 @@ from autopar.search.stages import in_flight
 _MOST = 6000
 """Variables at most: larger programs bound nothing here, in place of taking seconds each."""
 
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 """Share that the solver's tolerance may take of a bound."""
 
 
@@ -151,7 +151,7 @@ def least_step_s(
     core while all compute, as seconds of blocks are; who computes alone is faster by that, all together are not. 0
     where there are too many kinds of blocks and stages to tell.
     """
-    kept = _worth(blocks)
+    kept = worth_recomputing(blocks)
     kinds, ways = kept.nonzero()
     stages, rank_of = len(flow.rank_of), flow.rank_of
     if len(kinds) * stages > _MOST:
@@ -251,10 +251,10 @@ def _solved(
         return float("inf")
     if status != highspy.HighsModelStatus.kOptimal:
         return 0.0
-    return float(solver.getInfo().objective_function_value) * scale_s * (1.0 - _ROUNDING)
+    return float(solver.getInfo().objective_function_value) * scale_s * (1.0 - ROUNDING)
 
 
-def _worth(blocks: Fluid) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def worth_recomputing(blocks: Fluid) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Return [kind, way]: false for ways that take as long as another and leave as much, or more of either."""
     seconds, saved = blocks.again_s, blocks.saved_bytes
     worth = np.ones(seconds.shape, dtype=bool)

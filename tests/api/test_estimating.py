@@ -9,6 +9,7 @@ import torch
 
 from autopar.api.estimating import Estimates
 from autopar.api.planning import Planner, Program
+from autopar.api.schedules import ways_to_run
 from autopar.api.sequences import share_of_tokens
 from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
@@ -43,6 +44,7 @@ HOSTS = {
 MANY_SAMPLES = remembered(Deep(), (torch.empty(8192, 128),))
 LLAMA = LlamaSettings(1, 64, 8, 4, 64, vocab=64, sequence=64)
 TOKENS = remembered(LLAMA.model(), LLAMA.inputs(4, 64))
+EIGHT_BLOCKS = remembered(Deep((4096,) * 8), (torch.empty(1 << 16, 128),))
 MIXTURE = ZOO["mixtral-tiny"]
 EXPERTS = remembered(MIXTURE.model(), MIXTURE.inputs(16, 64))
 
@@ -138,6 +140,20 @@ def test_estimates_know_messages_between_stages():
     assert isinstance(priced, Waiting)
     solved = found.solving.solve(priced, found.wishes, [found.wishes.wanted(2)], inf, 60.0)
     assert 0.5 < likely_s / solved.step_s < 1.5
+
+
+@pytest.mark.parametrize(("depth", "microbatches"), [(2, 2), (4, 4), (4, 8)])
+def test_estimates_know_that_schedules_leave_little_of_a_bubble(depth: int, microbatches: int):
+    """Of 1F1B it is up to 7 of 11 micro-batches' seconds; those that split backward or stages leave a sixth of that."""
+    found = estimates(EIGHT_BLOCKS, ClusterSpec.parse("h100-sxm-80gb:4"))
+    trial = Trial((MeshAxis("microbatch", microbatches), *([MeshAxis("tp", 2)] if depth == 2 else [])), depth=depth)
+    likely_s = found.of([trial], fits=True)[trial]
+    priced = found.solving.bound(trial, found.wishes, 60.0)
+
+    assert isinstance(priced, Waiting)
+    ways = ways_to_run(trial, found.wishes, 8)
+    solved = found.solving.solve(priced, found.wishes, ways, inf, 60.0)
+    assert 0.75 < likely_s / solved.step_s < 1.1
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

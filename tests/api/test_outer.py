@@ -225,6 +225,23 @@ def test_what_may_recompute_less_is_solved_if_it_may_become_faster_than_what_oth
     assert (search.standing.solved[-1] is found) == solved
 
 
+@pytest.mark.parametrize(("known_s", "relaxed"), [(1.05, True), (1.15, False)])
+def test_what_would_not_be_solved_is_not_relaxed_either(known_s: float, relaxed: bool):
+    """As above; its relaxation bounds it by no less than what is known of it before."""
+    search, one = outer(), Trial((MeshAxis("dp_shard", 4),), recompute="full")
+    best, heavy = Trial((MeshAxis("tp", 4),)), Trial((MeshAxis("dp_replicate", 4),), recompute="full")
+    search.standing.likely = {one: 1.0}
+    search.standing.estimates._mixed = {heavy: 1.3, one: 1.2}
+    for trial, step_s in ((best, 1.0), (heavy, 1.2)):
+        search.standing.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
+    search.standing.known_bound_s = lambda trial: known_s if trial == one else 0.0  # type: ignore[method-assign]
+    search.standing.relax = Mock(return_value=None)  # type: ignore[method-assign]
+
+    search._best_first([one], "bound", 1)
+
+    assert search.standing.relax.called == relaxed
+
+
 def test_of_trials_that_are_bounded_the_least_bound_is_solved_first():
     """Not what recomputing less might lead to: time may end before that is tried."""
     search, solved = outer(), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import inf
 
@@ -12,7 +13,8 @@ from autopar import api
 from autopar.api.outer import Outer
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
-from autopar.api.solving import Solved, Solving
+from autopar.api.proving import prove
+from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.standing import Standing
 from autopar.api.wishes import read_wishes
 from autopar.api.works import Works
@@ -20,12 +22,14 @@ from autopar.capture import Captured
 from autopar.ir.plan import Plan
 from autopar.models import resolve
 from autopar.options import PlanOptions
+from autopar.search.ilp import Solution
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial, Uniform
 from cost_models.cluster import ClusterSpec
 from tests.api.test_outer import CAPTURED, Deep, cluster, planned
 from tests.support.remembering import remembered
 
+MANY = remembered(Deep((512,) * 4), (torch.empty(8192, 128),))
 WAYS = [Wanted(2), Wanted(2, "zb_h1"), Wanted(2, "interleaved_1f1b", 2), Wanted(2, "zbv", 2)]
 
 
@@ -120,6 +124,24 @@ def test_less_memory_bounds_more_until_nothing_fits():
     assert found == sorted(found)
     assert found[0] < found[-2] < inf
     assert found[-1] == inf
+
+
+def test_what_may_recompute_less_is_not_bounded_by_what_recomputing_all_of_it_takes():
+    """Estimates relax the program with all recomputed, which is more than a plan takes that recomputes some blocks."""
+    spec, options = cluster("16 GiB", "100 Gbit/s"), PlanOptions.parse(memory_margin=0.0, gap=0.0)
+    solving = Solving(MANY.graph, spec, options)
+    search = Standing(solving, read_wishes(options), mixes=True)
+    given = trial(1, 2, "full")
+    search.estimates.of([given], fits=False)
+    plain = solving.bound(replace(given, recompute="none"), search.wishes, 60.0)
+    assert isinstance(plain, Waiting)
+    lighter = solving.solve(plain, search.wishes, [], inf, 60.0)
+    search.solved = [Solved(given, Solution("cutoff", (), inf, 0.0))]
+
+    prove(search)
+
+    assert search.known_bound_s(given) > lighter.step_s
+    assert 0.0 < search.solved[0].solution.bound_s <= lighter.step_s
 
 
 @pytest.mark.parametrize(("depth", "microbatches"), [(2, 1), (2, 8), (4, 4)])
