@@ -139,7 +139,7 @@ class Outputs:
             on = self._pipeline.groups.device_mesh
             held = [dt.DTensor.from_local(each, on, layout, run_check=False) for each in parts]
             parts = [local_of(each.redistribute(placements=wanted)) for each in held]
-        runs = [each.unflatten(dim, (placed.outer, -1)) for each in parts]
+        runs = [each.reshape((*each.shape[:dim], placed.outer, -1, *each.shape[dim + 1 :])) for each in parts]
         found = torch.cat(runs, dim + 1).flatten(dim, dim + 1)
         if brought:
             return found
