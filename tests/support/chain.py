@@ -113,6 +113,11 @@ class Call:
 
 
 class Result:
+    @property
+    def totals(self) -> Sequence[int]:
+        """Return nothing: all results are the program's own."""
+        return ()
+
     def rebuild(self, outputs: Sequence[Any]) -> Any:
         return tuple(outputs)
 
