@@ -8,7 +8,7 @@ import reprlib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -274,6 +274,17 @@ def _close_records(value: Any) -> Any:
     return value
 
 
+class Completing(Protocol):
+    """Makes results that a program leaves to its caller."""
+
+    @property
+    def takes(self) -> tuple[int, ...]:
+        """Return the numbers of the program's outputs that they are made of."""
+
+    def complete(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return all results, of the program's outputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResultSpec:
     """The form of the model's return value."""
@@ -285,8 +296,18 @@ class ResultSpec:
     baked: tuple[Any, ...]
     """For every flat result: the plain value, `None` where it is a tensor."""
 
+    metrics: Completing | None = None
+    """What makes the model's results of the graph's outputs, where the graph does not make all of them."""
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Return the numbers of the graph's user outputs that other results are made of: each rank needs them whole."""
+        return () if self.metrics is None else self.metrics.takes
+
     def rebuild(self, outputs: Sequence[Any]) -> Any:
         """Return the model's return value with `outputs` (the graph's outputs of kind `output`, in order) in it."""
+        if self.metrics is not None:
+            outputs = self.metrics.complete(outputs)
         leaves = [
             value if place is None else outputs[place] for place, value in zip(self.places, self.baked, strict=True)
         ]

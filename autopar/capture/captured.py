@@ -20,6 +20,7 @@ from autopar.capture.losses import merge_cross_entropy
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
 from autopar.capture.masks import simplify_masks
 from autopar.capture.merge import drop_idle_strides, merge_equal
+from autopar.capture.metrics import leave_metrics
 from autopar.capture.naming import names_in_order, rename_nodes, renamed_ops, renamed_outputs
 from autopar.capture.origin import layer_path, module_path, user_line
 from autopar.capture.trace import PREFIX, Traced, trace
@@ -108,6 +109,10 @@ def _assemble(
         node.meta["desc"]: each for node, each in zip(nodes, placeholders, strict=True)
     }
     outputs = tidy_outputs(joint, names, given, with_backward=with_backward)
+    result, batch = traced.result, batch_size(each.meta.shape for each in call.tensors)
+    if with_backward:
+        trained = {each.target for each in placeholders if each.kind == "tangent"}
+        outputs, result = leave_metrics(joint, outputs, result, trained, batch)
     ops = lower(joint, names, placeholders, outputs)
     called = names_in_order(ops)
     rename_nodes(joint, called)
@@ -123,12 +128,12 @@ def _assemble(
     for node in joint.graph.find_nodes(op="get_attr"):
         constants[node.name] = getattr(joint, str(node.target))
     aliases = {known[0]: known for known in fake.names.values() if len(known) > 1}
-    graph = Graph(tuple(ops), tuple(outputs), aliases, batch_size=batch_size(each.meta.shape for each in call.tensors))
+    graph = Graph(tuple(ops), tuple(outputs), aliases, batch_size=batch)
     return Captured(
         joint=joint,
         graph=replace(graph, fold=find_blocks(graph)),
         call=call,
-        result=traced.result,
+        result=result,
         placeholders=placeholders,
         constants=constants,
         training=training,

@@ -20,9 +20,11 @@ from autopar.rewrite.random_ops import draws
 BLANK = frozenset(
     {torch.ops.aten.new_zeros.default, torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default,
      torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default,
-     torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
+     torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format,
+     torch.ops.aten.empty_strided.default}
 )  # fmt: skip
-"""Operators whose result does not depend on the values of what they read."""
+"""Operators whose result does not depend on the values of what they read, or on none: what is in new memory counts for
+nothing."""
 
 _MOST_ELEMENTS = 1 << 24
 

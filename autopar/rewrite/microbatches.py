@@ -152,8 +152,8 @@ def cuts_in_time(joint: fx.GraphModule, graph: Graph, follow: Mapping[str, Strat
             if graph.by_name[ref.op].kind == "input" or not isinstance(have, Replicate):
                 continue
             if isinstance(need, Shard) and need.outer == 1:
-                own = mine.lowering == OWN
                 source = _output(nodes[ref.op], ref.index)
+                own = mine.lowering == OWN and _may_be_places(source)
                 found[Cut(source, need.dim, count, op.name, own, own and op.target == "aten.add.Tensor")] = None
     return found
 
@@ -165,12 +165,19 @@ def _output(node: fx.Node, index: int) -> fx.Node:
     return next(each for each in node.users if each.target is operator.getitem and each.args[1] == index)
 
 
+def _may_be_places(source: fx.Node) -> bool:
+    """Return whether a value holds whole numbers: others, read beside own rows, only have to be alike."""
+    value = source.meta["val"]
+    return not (value.is_floating_point() or value.is_complex())
+
+
 def _check_cuts(graph: fx.Graph, captured: Graph) -> None:
     cuts = []
     for node in graph.nodes:
         count = node.meta.get("cut_in_time")
         if count is not None:
-            own = node.target is torch.ops.aten.slice.Tensor and _read_as_own(node)
+            is_slice = node.target is torch.ops.aten.slice.Tensor
+            own = is_slice and _read_as_own(node) and _may_be_places(node.all_input_nodes[0])
             begins = own and all(each.target is torch.ops.aten.add.Tensor for each in _readers(node))
             cuts.append(Cut(node.all_input_nodes[0], node.args[1], count, mark(node).origin, own, begins))
     require_alike(cuts, captured)

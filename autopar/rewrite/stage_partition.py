@@ -19,7 +19,7 @@ from torch import fx
 from autopar._torch import LazyGraphModule, storage_key
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph, Output
-from autopar.ir.placement import Partial, Placement, Shard
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.weight_gradients import weight_gradients
@@ -36,7 +36,7 @@ from autopar.rewrite.stage_parcels import Parcel, copied_like
 from autopar.rewrite.stage_repeats import read_forward
 from autopar.rewrite.stage_split import halves_of
 from autopar.rewrite.stage_traffic import Program, Traffic, is_tangent
-from autopar.rewrite.staged import Combine, Item, StagedPrograms, StageProgram, Tie
+from autopar.rewrite.staged import Item, StagedPrograms, StageProgram, Tie
 from autopar.rewrite.two_level import RunInLevels, in_two_levels
 
 
@@ -65,7 +65,7 @@ def rewrite_stages(
         made,
         totals=totals.program if totals is not None else None,
         total_names=totals.names if totals is not None else (),
-        outputs=tuple((name, _combined(in_time[name]) if name in in_time else how) for name, how in made.outputs),
+        outputs=tuple((name, in_time.get(name, placed)) for name, placed in made.outputs),
         joined=dict(_joined_buffers(graph, decisions)),
         dropped=decisions.outputs_dropped,
     )
@@ -79,16 +79,6 @@ def _joined_buffers(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, s
             placed = None if made is None or made.time is None else made.time.outputs[output.ref.index]
             if isinstance(placed, Partial):
                 yield output.name, placed.reduce
-
-
-def _combined(in_time: Placement) -> Combine:
-    """Return how the micro-batches' parts make an output that lies so along time."""
-    match in_time:
-        case Partial("sum"):
-            return "sum"
-        case Shard():
-            return "stack"
-    return "same"
 
 
 def stage_programs(
@@ -254,17 +244,18 @@ class _Cut:
             transfers=self.traffic.transfers(),
             ties=tuple(Tie(name, self.holders[name]) for name in ties),
             stage_of={name: min(self.holders.get(name, (self.stage_of[name],))) for name in states},
-            outputs=tuple((each.name, self._combine(each)) for each in self.graph.outputs if each.kind == "output"),
+            outputs=tuple((each.name, self._in_time(each)) for each in self.graph.outputs if each.kind == "output"),
             draws=any(getattr(node.target, "namespace", "") == "autopar" for node in nodes),
         )
 
-    def _combine(self, output: Output) -> Combine:
+    def _in_time(self, output: Output) -> Placement:
+        """Return where an output of micro-batches lies if the plan does not say it."""
         if output.ref is None:
-            return "same"
+            return Replicate()
         meta = self.graph.meta(output.ref)
         if meta.shape and meta.shape[0] == self.graph.batch_size:
-            return "stack"
-        return "sum" if meta.is_floating and not meta.shape else "same"
+            return Shard(0)
+        return Partial() if meta.is_floating and not meta.shape else Replicate()
 
     def _stage(self, stage: int) -> StageProgram:
         early, late = (self.traffic.programs[Home(phase, stage)] for phase in ("forward", "backward"))

@@ -9,10 +9,10 @@ from typing import Literal
 from torch import fx
 
 from autopar.ir.graph import Phase
+from autopar.ir.placement import Placement
 from autopar.rewrite.programs import Seeding
 
 ItemKind = Literal["start", "value", "output", "mutation", "tangent", "gradient"]
-Combine = Literal["sum", "stack", "same"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class StagedPrograms:
 
     totals: fx.GraphModule | None = None
     total_names: tuple[str, ...] = ()
-    outputs: tuple[tuple[str, Combine], ...] = ()
-    """How the micro-batches' outputs make the step's: summed, laid end to end along dimension 0, or any of them."""
+    outputs: tuple[tuple[str, Placement], ...] = ()
+    """Where each of the micro-batches' outputs lies along time: terms of the step's, its rows, or all alike."""
 
     joined: Mapping[str, str] = field(default_factory=dict)
     """Buffers whose new value is made of what the micro-batches give for it, by `sum`, `max` or `min`."""

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from autopar._torch import dtensor_of, dtensor_spec, local_of
-from autopar.ir.placement import Replicate, Shard
+from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.runtime.errors import group_lost
+from autopar.runtime.joining import JOIN
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.placing import dtensor_placements, own_part
 from autopar.runtime.program import Value
@@ -37,9 +38,10 @@ class Outputs:
         self._pipeline = pipeline
         self._rank_of = rank_of
         self._microbatches = program.schedule.microbatches
-        self._combine = dict(program.staged.outputs)
+        self._in_time = dict(program.staged.outputs)
         self._droppable = program.staged.dropped
         self._values = program.outputs
+        self._shared = {self._values[place].name for place in program.result.totals}
         split = [each.layout for each in program.inputs if each.name in program.split_inputs]
         self._brought = [i for i, each in enumerate(split[0]) if isinstance(each, Shard)] if split else []
         self._specs = {each.name: self._spec(each) for each in self._values}
@@ -53,23 +55,23 @@ class Outputs:
         self._dropped = frozenset(self._droppable if trains else ())
 
     def add(self, microbatch: int, made: Mapping[str, torch.Tensor]) -> None:
-        """Take a micro-batch's parts; of a sum only the sum is held, of equal parts the first, of rows all in one."""
+        """Take a micro-batch's parts; held are what terms make, the first of equal parts, and all rows in one."""
         for name, part in made.items():
             if name in self._dropped:
                 continue
             held = self._parts.get(name)
-            combine = self._combine[name]
-            if combine == "stack" and self._microbatches > 1 and name in self._in_order:
-                if held is None:
-                    rows = (self._microbatches * part.shape[0], *part.shape[1:])
-                    held = self._parts[name] = [torch.empty(rows, dtype=part.dtype, device=part.device)]
-                held[0].narrow(0, microbatch * part.shape[0], part.shape[0]).copy_(part)
-            elif combine == "stack":
-                self._parts.setdefault(name, [None] * self._microbatches)[microbatch] = part
-            elif held is None:
-                self._parts[name] = [part]
-            elif combine == "sum":
-                held[0] = held[0] + part  # not in place: the first part may be kept for backward
+            match self._in_time[name]:
+                case Shard(0, 1) if self._microbatches > 1 and name in self._in_order:
+                    if held is None:
+                        rows = (self._microbatches * part.shape[0], *part.shape[1:])
+                        held = self._parts[name] = [torch.empty(rows, dtype=part.dtype, device=part.device)]
+                    held[0].narrow(0, microbatch * part.shape[0], part.shape[0]).copy_(part)
+                case Shard():
+                    self._parts.setdefault(name, [None] * self._microbatches)[microbatch] = part
+                case Partial(reduce) if held is not None:
+                    held[0] = JOIN[reduce](held[0], part)  # not in place: the first part may be kept for backward
+                case _ if held is None:
+                    self._parts[name] = [part]
 
     def whole(self) -> list[Any]:
         """Return the step's outputs, as the user gets them.
@@ -85,7 +87,8 @@ class Outputs:
             parts = self._parts.pop(value.name, None)
             local = None if parts is None else parts[0] if len(parts) == 1 else self._stacked(value, parts)
             spec = self._specs[value.name]
-            if value.meta is not None and (not value.meta.shape or self._whole):
+            shared = self._whole or value.name in self._shared
+            if value.meta is not None and (not value.meta.shape or shared):
                 if local is not None and spec is not None:
                     local = whole(dtensor_of(local, spec))
                 found.append(self._everywhere(value, local))
@@ -101,6 +104,9 @@ class Outputs:
 
         Where programs split each micro-batch, a rank has every so many rows, and ranks exchange them.
         """
+        placed = self._in_time[value.name]
+        if isinstance(placed, Shard) and placed != Shard(0):
+            return self._in_runs(value, parts, placed)
         axes = self._scattered_rows(value)
         from torch.distributed import tensor as dt
 
@@ -116,6 +122,29 @@ class Outputs:
             return found
         rows = tuple(each if i in axes else Replicate() for i, each in enumerate(value.layout))
         return own_part(found, rows, mesh, self._pipeline.groups.rank).contiguous()
+
+    def _in_runs(self, value: Value, parts: list[torch.Tensor], placed: Shard) -> torch.Tensor:
+        """Return this rank's part of an output whose samples are in another dimension, or in runs of one.
+
+        Where programs split that dimension of each micro-batch, ranks gather it, and take their part of the whole.
+        """
+        dim = placed.dim
+        axes = [i for i, each in enumerate(value.layout) if isinstance(each, Shard) and each.dim == dim]
+        brought, mesh = self._brought == axes, self._pipeline.groups.mesh
+        if axes and not brought:
+            from torch.distributed import tensor as dt
+
+            layout = dtensor_placements(value.name, value.layout, mesh)
+            wanted = [dt.Replicate() if i in axes else each for i, each in enumerate(layout)]
+            on = self._pipeline.groups.device_mesh
+            held = [dt.DTensor.from_local(each, on, layout, run_check=False) for each in parts]
+            parts = [local_of(each.redistribute(placements=wanted)) for each in held]
+        runs = [each.reshape((*each.shape[:dim], placed.outer, -1, *each.shape[dim + 1 :])) for each in parts]
+        found = torch.cat(runs, dim + 1).flatten(dim, dim + 1)
+        if brought:
+            return found
+        split = tuple(each if i in axes else Replicate() for i, each in enumerate(value.layout))
+        return own_part(found, split, mesh, self._pipeline.groups.rank).contiguous()
 
     def _scattered_rows(self, value: Value) -> list[int]:
         """Return the axes that split the rows of each micro-batch; none where ranks bring their own rows, in order."""

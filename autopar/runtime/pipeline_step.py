@@ -17,6 +17,7 @@ from autopar.ir.schedule import Action
 from autopar.ir.timeline import COMPUTE_STREAM, Event
 from autopar.runtime.borrowing import Lent
 from autopar.runtime.errors import group_lost
+from autopar.runtime.joining import JOIN
 from autopar.runtime.messages import Mailbox
 from autopar.runtime.pipeline_outputs import Outputs
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -96,13 +97,6 @@ class Sources:
 
     lent: Sequence[Lent] = ()
     """What evaluation takes of other pipeline ranks, or gives them."""
-
-
-_JOIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 
 class Step:
@@ -227,7 +221,7 @@ class Step:
             maker, held = self._mutations.get(name, (action.stage, None))
             if maker == action.stage:
                 how = sources.joined.get(name)
-                self._mutations[name] = maker, new if held is None or how is None else _JOIN[how](held, new)
+                self._mutations[name] = maker, new if held is None or how is None else JOIN[how](held, new)
         stage = self._way.stages[action.stage]
         for name, gradient in made.gradients.items():
             if name in sources.inputs:

@@ -44,6 +44,10 @@ class Call(Protocol):
 class Result(Protocol):
     """The form of the model's return value."""
 
+    @property
+    def totals(self) -> Sequence[int]:
+        """Return the numbers of the user outputs that other results are made of: each rank needs them whole."""
+
     def rebuild(self, outputs: Sequence[Any]) -> Any:
         """Return the model's return value with these user outputs in it."""
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import fx, nn
 
+from autopar.ir.placement import Placement
 from autopar.ir.schedule import PipelineSchedule
 from autopar.runtime.parameters import slots
 from autopar.runtime.program import Call, Result, Seeding, Start, Value
@@ -162,8 +163,8 @@ class StagedPrograms(Protocol):
         """Return the names of its results, under which the stages' programs take them as starts."""
 
     @property
-    def outputs(self) -> Sequence[tuple[str, str]]:
-        """Return the user outputs, and how micro-batches' parts make each: `sum`, `stack` or `same`."""
+    def outputs(self) -> Sequence[tuple[str, Placement]]:
+        """Return the user outputs, and where the micro-batches' parts of each lie along time."""
 
     @property
     def joined(self) -> Mapping[str, str]:

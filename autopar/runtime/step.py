@@ -64,7 +64,10 @@ class Bound:
         self.saved_from = self.outputs + len(local.mutations)
         self._specs = [self._spec(each) for each in local.outputs]
         self.plain = not any(self._specs)
-        self._gathers = whole_outputs and not self.plain
+        totals = program.result.totals
+        self._gathered = [
+            spec is not None and (whole_outputs or place in totals) for place, spec in enumerate(self._specs)
+        ]
         tangents = {each.name: i for i, each in enumerate(p for p in program.placeholders if p.kind == "tangent")}
         self._tangents = [start for start in program.placeholders if start.kind == "tangent"]
         by_path = {each.target: tangents[each.name] for each in self._tangents}
@@ -166,7 +169,9 @@ class Bound:
         else:
             with torch.no_grad():
                 outputs = self.run(given)[0]
-        return self.rebuild([whole(each) for each in outputs] if self._gathers else outputs)
+        if any(self._gathered):
+            outputs = [whole(each) if is_read else each for each, is_read in zip(outputs, self._gathered, strict=True)]
+        return self.rebuild(outputs)
 
     def _check_trained(self) -> None:
         frozen = []
@@ -286,6 +291,8 @@ class _Step(torch.autograd.Function):
 
 def rebuilder(result: Result, count: int) -> Callable[[Sequence[Any]], Any]:
     """Return what makes the model's return value of its tensors; where that is one tensor or a tuple, at no cost."""
+    if result.totals:
+        return result.rebuild
     marks = [object() for _ in range(count)]
     made = result.rebuild(marks)
     if count == 1 and made is marks[0]:

@@ -54,6 +54,9 @@ class Fact:
     below: int = 0
     """The elements are whole numbers from 0 to below this one; 0 where that is not known."""
 
+    alike: bool = False
+    """All elements are the same number, as in the gradient of a mean."""
+
     @property
     def is_own(self) -> bool:
         """Return whether the value is another than the whole batch's, cut."""
@@ -263,7 +266,7 @@ def _beside(seen: Seen, slot: int, from_end: int, runs: int) -> Placement:
     wanted: Placement = Shard(len(shape) + from_end, runs) if has else Replicate()
     if isinstance(now, Partial) or (isinstance(now, Shard) and now != wanted):
         raise MixedRows
-    if has and now == Replicate() and not seen.facts[slot].counted:
+    if has and now == Replicate() and not seen.facts[slot].counted and not seen.facts[slot].alike:
         raise MixedRows  # a table with a row for each: micro-batches would all take the first one's
     return wanted
 
@@ -311,7 +314,7 @@ def _write(seen: Seen) -> Found | None:
     rank = len(seen.call.metas[0].shape) - len(dims) + max(len(seen.call.metas[1 + i].shape) for i in range(len(dims)))
     beside = _beside(seen, values, _front(dims) + found.at - rank, runs)
     fact = seen.facts[values]
-    order = joint((found.order, *([fact.order] if isinstance(beside, Shard) and not fact.counted else ())))
+    order = joint((found.order, *([fact.order] if isinstance(beside, Shard) and not _is_any(fact) else ())))
     places = fact.places
     if fact.counted:
         alike = seen.call.metas[values].shape == seen.call.metas[found.slot].shape
@@ -323,6 +326,11 @@ def _write(seen: Seen) -> Found | None:
     )  # fmt: skip
     to = found.rows.order if found.rows.order != ANY else order if seen.facts[found.slot].counted else ""
     return strategy, (Fact(to, places),)
+
+
+def _is_any(fact: Fact) -> bool:
+    """Return whether a whole value can lie beside rows of any order."""
+    return fact.counted or fact.alike
 
 
 def _front(dims: Sequence[int]) -> int:
@@ -382,11 +390,13 @@ RULES: Mapping[str, Callable[[Seen], Found | None]] = {
 }
 """Each returns what an operator does on a micro-batch's own rows, or `None` where its other strategies are right."""
 
-_COPIES = frozenset(
+COPIES = frozenset(
     {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.clone.default",
      "aten.detach.default", "aten.alias.default", "aten._to_copy.default", "aten.unsqueeze.default",
      "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default", "prims.convert_element_type.default"}
 )  # fmt: skip
+"""Operators whose result has the elements of their input, each once and in the same order."""
+
 _TAKEN = frozenset(
     {"aten.slice.Tensor", "aten.select.int", "aten.expand.default", "aten.permute.default", "aten.transpose.int",
      "aten.gather.default", "aten.index.Tensor", "aten.index_select.default", "aten.repeat.default"}
@@ -397,6 +407,10 @@ SPREADING = frozenset({"aten.expand.default", "aten.repeat.default"})
 """Operators that give every sample what all share."""
 
 _MULTIPLIED = frozenset({"aten.mul.Tensor", "aten.mul.Scalar"})
+_ELEMENTWISE = frozenset(
+    f"aten.{name}"
+    for name in ("neg.default", "mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar", "add.Tensor", "sub.Tensor")
+)
 _ARG_OF_ALL = frozenset({"aten.argmax.default", "aten.argmin.default"})
 _PLACES_AT = {
     **{f"aten.{name}": 1 for name in ("topk.default", "sort.default", "sort.stable", "max.dim", "min.dim")},
@@ -424,7 +438,7 @@ def facts_of(seen: Seen, strategy: Strategy) -> tuple[Fact, ...]:
     if pointing:
         made = (replace(made[0], places=_places(seen, pointing)), *made[1:])
     first = seen.facts[0] if seen.facts else Fact()
-    if op.target in _COPIES and len(seen.facts) == 1:
+    if op.target in COPIES and len(seen.facts) == 1:
         integral = call.metas[0].dtype.startswith(("int", "uint"))
         tells = ("keys", seen.keys(0)) if integral or first.tells else None
         row = call.metas[0].numel == max(call.result(), default=1)
@@ -437,11 +451,22 @@ def facts_of(seen: Seen, strategy: Strategy) -> tuple[Fact, ...]:
         made = (Fact(tells=("counts", seen.keys(0))),)
     if op.target in _RANGES:
         made = (Fact(counted=_counts_from_0(call)),)
+    if strategy.outputs[:1] == (Replicate(),) and _are_alike(seen):
+        made = (replace(made[0], alike=True), *made[1:])
     by = op.args[1] if len(op.args) == 2 else None
     if op.target in _MULTIPLIED and isinstance(by, int) and by > 0 and not split and (first.counted or first.begins):
         made = (Fact(begins=by * (first.begins or 1)),)
     bounds = [_below(seen, i) if isinstance(p, Shard | Replicate) else 0 for i, p in enumerate(strategy.outputs)]
     return tuple(replace(each, below=below) for each, below in zip(made, bounds, strict=True))
+
+
+def _are_alike(seen: Seen) -> bool:
+    """Return whether what an operator makes is one number with a point, repeated."""
+    op, made = seen.op, seen.op.outputs[0]
+    if made is None or not made.is_floating or op.target not in SPREADING | COPIES | _ELEMENTWISE or not seen.facts:
+        return False
+    pairs = zip(seen.facts, seen.call.metas, strict=True)
+    return all(fact.alike or meta.numel == 1 for fact, meta in pairs)
 
 
 def _below(seen: Seen, index: int) -> int:
@@ -459,7 +484,7 @@ def _below(seen: Seen, index: int) -> int:
     if op.target == "aten.remainder.Scalar":
         by = call.arg("other")
         return by if isinstance(by, int) and by > 0 else 0
-    if op.target in _COPIES or op.target in _TAKEN:
+    if op.target in COPIES or op.target in _TAKEN:
         return seen.facts[0].below
     return 0
 
@@ -469,7 +494,7 @@ def _places(seen: Seen, pointing: Sequence[int]) -> Rows | None:
     op, rows = seen.op, seen.facts[pointing[0]].places
     if len(seen.facts) != 1 or rows is None:
         raise MixedRows
-    if op.target in _COPIES:
+    if op.target in COPIES:
         return rows
     by = op.args[1] if len(op.args) > 1 else None
     if not isinstance(by, int) or by <= 0 or rows.extent % by:

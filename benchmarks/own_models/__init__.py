@@ -6,7 +6,18 @@ returns the loss, alone or in a dict.
 
 from __future__ import annotations
 
-from benchmarks.own_models import adapted, complete, generative, layers, newer, pictures, sequences, sets, sounds
+from benchmarks.own_models import (
+    adapted,
+    complete,
+    generative,
+    layers,
+    metrics,
+    newer,
+    pictures,
+    sequences,
+    sets,
+    sounds,
+)
 from benchmarks.own_models.parts import FACTORIES, Around, example
 
 __all__ = [
@@ -17,6 +28,7 @@ __all__ = [
     "example",
     "generative",
     "layers",
+    "metrics",
     "newer",
     "pictures",
     "sequences",

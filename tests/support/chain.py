@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.errors import InputMismatchError
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout, Replicate, Shard
+from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.plan import Decisions, ParameterDecision
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.tensor import TensorMeta
@@ -113,6 +113,11 @@ class Call:
 
 
 class Result:
+    @property
+    def totals(self) -> Sequence[int]:
+        """Return nothing: all results are the program's own."""
+        return ()
+
     def rebuild(self, outputs: Sequence[Any]) -> Any:
         return tuple(outputs)
 
@@ -329,7 +334,7 @@ def programs(layers: Layers, stages: Sequence[int], trained: bool = True) -> Sta
     stage_of["calls"] = 0
     ends = tuple(sorted({0, len(layers.of_stage) - 1}))
     ties = (Tie("w0", ends),) if layers.tied and len(ends) > 1 and trained else ()
-    outputs = (("pred", "stack"), ("loss", "sum"))
+    outputs = (("pred", Shard(0)), ("loss", Partial()))
     return Staged(made, tuple(transfers), ties, stage_of, _totals(layers), ("total",), outputs)
 
 
