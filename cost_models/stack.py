@@ -70,6 +70,13 @@ class Stack:
     joins: bool = False
     """Whether queries, keys and values are one product, and so gate and up of a gated feed-forward."""
 
+    weighs_inside_from: int = 0
+    """Year from which experts' activations are multiplied by tokens' weights, in one kernel with them; 0: never.
+
+    What an expert makes is then not kept for backward. Megatron-Core 0.13 of 2025: "moving the probs multiplication
+    from unpermutation to activation function of GroupedMLP" (its CHANGELOG.md; `weighted_bias_swiglu_impl`).
+    """
+
     joins_exchanges_from: int = 0
     """Year from which a token goes to a node once, however many of its experts are there; 0: never.
 
@@ -170,6 +177,7 @@ class Stack:
             self,
             float32_gradients=self.float32_gradients and not 0 < self.short_gradients_from <= year,
             hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD,
+            weighs_inside_from=self.weighs_inside_from if year >= self.weighs_inside_from else 0,
             joins_exchanges_from=self.joins_exchanges_from if year >= self.joins_exchanges_from else 0,
             fuses_parts=self.fuses_parts and year >= _TRANSFORMER_ENGINE,
             reruns_all=self.reruns_all and not (self.stops_early and year >= _EARLY_STOP),
@@ -238,6 +246,7 @@ _CORE = Stack(
     sums_in_products=True,
     cross_entropy="vocab_parallel_fused",
     short_gradients_from=2023,
+    weighs_inside_from=2025,
     joins_exchanges_from=2025,
 )
 """Megatron-Core as NeMo's recipes run it: with `--tp-comm-overlap`, off by default, which Transformer Engine does."""
@@ -250,7 +259,14 @@ _FRAMEWORKS = (
     (r"megatron.?core|mcore|primus", _CORE_ALONE),
     (
         r"hai.?llm",
-        replace(_CORE_ALONE, vendor_attention=False, rings=False, joins_exchanges_from=2024, hides_exchanges=True),
+        replace(
+            _CORE_ALONE,
+            vendor_attention=False,
+            rings=False,
+            weighs_inside_from=0,
+            joins_exchanges_from=2024,
+            hides_exchanges=True,
+        ),
     ),
     (
         r"megatron.?deepspeed",
