@@ -70,10 +70,25 @@ class Stack:
     joins: bool = False
     """Whether queries, keys and values are one product, and so gate and up of a gated feed-forward."""
 
+    weighs_inside_from: int = 0
+    """Year from which experts' activations are multiplied by tokens' weights, in one kernel with them; 0: never.
+
+    What an expert makes is then not kept for backward. Megatron-Core 0.13 of 2025: "moving the probs multiplication
+    from unpermutation to activation function of GroupedMLP" (its CHANGELOG.md; `weighted_bias_swiglu_impl`).
+    """
+
     joins_exchanges_from: int = 0
     """Year from which a token goes to a node once, however many of its experts are there; 0: never.
 
     DeepEP and HybridEP, `moe_flex_dispatcher_backend` of Megatron-Bridge's recipes (scripts/performance/configs).
+    """
+
+    replays_from: int = 0
+    """Year from which layers are replayed as CUDA graphs where NVLink joins whole racks (GB200, GB300); 0: never.
+
+    `cuda_graph_impl` of Megatron-Bridge's recipes (scripts/performance/configs/qwen/qwen3_workload_base_configs.py):
+    set for GB200 and GB300, not for the same model on B200, B300 and in fp8 on H100. Part of a layer is left out of
+    them; what the host takes is that of compiled runs all the same, for which no row was fitted.
     """
 
     hides_exchanges: bool = False
@@ -170,6 +185,8 @@ class Stack:
             self,
             float32_gradients=self.float32_gradients and not 0 < self.short_gradients_from <= year,
             hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD,
+            weighs_inside_from=self.weighs_inside_from if year >= self.weighs_inside_from else 0,
+            replays_from=self.replays_from if year >= self.replays_from else 0,
             joins_exchanges_from=self.joins_exchanges_from if year >= self.joins_exchanges_from else 0,
             fuses_parts=self.fuses_parts and year >= _TRANSFORMER_ENGINE,
             reruns_all=self.reruns_all and not (self.stops_early and year >= _EARLY_STOP),
@@ -197,9 +214,10 @@ class Stack:
             attention, heads = device.vendor_attention_efficiency, ()
         if year <= _FIRST_ATTENTION_KERNELS and device.early_attention_efficiency:
             attention, heads = device.early_attention_efficiency, FLASH_1_HEADS
+        replays = 0 < self.replays_from <= year and _is_in_racks(device)
         return replace(
             device,
-            host_s=catalog.number(entry, "host"),
+            host_s=catalog.number(catalog.entry("stacks", "compiled") if replays else entry, "host"),
             fusion=catalog.number(entry, "fusion"),
             fuses_parts=self.fuses_parts,
             sums_in_products=self.sums_in_products,
@@ -210,6 +228,12 @@ class Stack:
             attention_efficiency=attention,
             attention_heads=heads,
         )
+
+
+def _is_in_racks(device: DeviceSpec) -> bool:
+    """Return whether the device is made for racks that NVLink joins."""
+    known = catalog.entry("devices", device.catalog) if device.catalog else {}
+    return catalog.number(known, "link_domain", 0) > 0
 
 
 _MATURE_AFTER_YEARS = 2.0
@@ -238,11 +262,20 @@ _CORE = Stack(
     sums_in_products=True,
     cross_entropy="vocab_parallel_fused",
     short_gradients_from=2023,
+    weighs_inside_from=2025,
+    replays_from=2025,
     joins_exchanges_from=2025,
 )
 """Megatron-Core as NeMo's recipes run it: with `--tp-comm-overlap`, off by default, which Transformer Engine does."""
 
-_CORE_ALONE = replace(_CORE, overlaps_tensor=False, hides_backward=True, short_gradients_from=0, joins_exchanges_from=0)
+_CORE_ALONE = replace(
+    _CORE,
+    overlaps_tensor=False,
+    hides_backward=True,
+    short_gradients_from=0,
+    replays_from=0,
+    joins_exchanges_from=0,
+)
 """Megatron-Core as its own scripts run it."""
 
 _FRAMEWORKS = (
@@ -250,7 +283,14 @@ _FRAMEWORKS = (
     (r"megatron.?core|mcore|primus", _CORE_ALONE),
     (
         r"hai.?llm",
-        replace(_CORE_ALONE, vendor_attention=False, rings=False, joins_exchanges_from=2024, hides_exchanges=True),
+        replace(
+            _CORE_ALONE,
+            vendor_attention=False,
+            rings=False,
+            weighs_inside_from=0,
+            joins_exchanges_from=2024,
+            hides_exchanges=True,
+        ),
     ),
     (
         r"megatron.?deepspeed",

@@ -63,6 +63,9 @@ class ProgramKey(NamedTuple):
     joined: bool
     """Whether a layer's products of one input are one."""
 
+    weighs_inside: bool
+    """Whether experts' activations are multiplied by the tokens' weights, not what experts make."""
+
 
 _DROPOUT = 0.1
 """Of attention's scores and of what layers add, where scores are in memory: the default of GPT codes of that time."""
@@ -252,6 +255,7 @@ def _program_key(read: TrainingRow) -> ProgramKey:
         float32_loss=read.stack.cross_entropy != "composer",
         balanced=read.cp > 1 and read.stack.balances,
         joined=read.stack.joins and read.architecture.family == "llama",
+        weighs_inside=read.stack.weighs_inside_from > 0 and read.architecture.mixture is not None,
     )
 
 
@@ -331,6 +335,7 @@ def _llama(sizes: Architecture, key: ProgramKey, layers: int) -> LlamaSettings:
             intermediate=mixture.ffn,
             experts=mixture.experts,
             experts_per_token=mixture.chosen,
+            weighs_inside=key.weighs_inside,
             shared_intermediate=mixture.shared_ffn,
             dense_layers=mixture.dense_layers,
             dense_intermediate=mixture.dense_ffn,

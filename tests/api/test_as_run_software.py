@@ -9,6 +9,8 @@ import pytest
 from autopar.api.as_run import AsRun
 from autopar.api.validating import estimates_of
 from autopar.ir.plan import Estimates
+from cost_models.device import catalogued_device
+from cost_models.stack import stack_of
 from cost_models.training_rows import TrainingRow, read_training_row
 from tests.support.training_row import ROW
 
@@ -196,3 +198,39 @@ def test_pure_bf16_has_no_float32_beside_its_parameters():
     assert pure.memory.parameters == mixed.memory.parameters
     assert mixed.memory.optimizer == pytest.approx(3 * pure.memory.optimizer, rel=1e-3)
     assert pure.step_time_s < mixed.step_time_s
+
+
+def test_experts_weighed_inside_their_activation_keep_no_output():
+    sizes = {"hidden": "1024", "heads": "8", "kv_heads": "8", "ffn_hidden": "1024", "experts": "8", "top_k": "4"}
+    few, many = (_row(layers=each, **sizes) for each in ("4", "8"))
+    inside, behind = (
+        _priced(many, weighs_inside_from=year).memory.activations
+        - _priced(few, weighs_inside_from=year).memory.activations
+        for year in (2025, 0)
+    )
+
+    outputs = (8 - 4) * 4096 * 4 * 1024 * 2  # of so many layers: tokens of a rank, experts of each, sizes, bytes
+    assert behind - inside == pytest.approx(outputs, rel=0.02)
+
+
+def test_megatron_core_weighs_inside_since_0_13():
+    found = {
+        (name, year): stack_of(name, compiled=False).of_year(year).weighs_inside_from > 0
+        for name in ("megatron-core", "nemo", "hai-llm", "pytorch")
+        for year in (2024, 2025)
+    }
+
+    assert {key for key, inside in found.items() if inside} == {("megatron-core", 2025), ("nemo", 2025)}
+
+
+@pytest.mark.parametrize(
+    ("framework", "device"), [("nemo", "b200"), ("megatron-core", "gb200"), ("nemo", "h100-sxm-80gb")]
+)
+def test_graphs_are_replayed_by_recipes_for_racks_alone(framework: str, device: str):
+    def host_s(framework: str, device: str, year: int) -> float:
+        return stack_of(framework, compiled=False).of_year(year).on(catalogued_device(device), year).host_s
+
+    eager = host_s("megatron-core", "h100-sxm-80gb", 2025)
+    assert host_s(framework, device, 2025) == eager
+    assert host_s("nemo", "gb300", 2025) == host_s("megatron-bridge", "gb200", 2026) < eager / 5
+    assert host_s("nemo", "gb200", 2024) == eager

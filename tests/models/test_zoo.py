@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,6 +69,26 @@ def test_experts_with_room_for_all_compute_every_choice():
     expected = (every.gather(2, chosen[..., None].expand(-1, -1, -1, 16)) * weight[..., None]).sum(2)
 
     torch.testing.assert_close(experts(x), expected)
+
+
+@pytest.mark.parametrize("room", [4.0, 0.5])
+def test_weights_inside_an_experts_activation_are_those_behind_it(room: float):
+    settings = zoo.LlamaSettings(
+        layers=1, hidden=16, heads=2, kv_heads=2, intermediate=32, vocab=32, experts=4, capacity_factor=room
+    )
+    torch.manual_seed(0)
+    behind = settings.model().layers[0].mlp.double()
+    inside = replace(settings, weighs_inside=True).model().layers[0].mlp.double()
+    inside.load_state_dict(behind.state_dict())
+    x = torch.randn(2, 32, 16, dtype=torch.float64)
+
+    made = [experts(x) for experts in (behind, inside)]
+    for each in made:
+        each.square().sum().backward()
+
+    torch.testing.assert_close(made[1], made[0])
+    for one, other in zip(inside.parameters(), behind.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_tokens_over_an_experts_room_are_dropped():

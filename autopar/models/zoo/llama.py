@@ -42,6 +42,12 @@ class LlamaSettings:
     capacity_factor: float = 1.25
     """Room that each expert has for the tokens of a sequence, over an even share; what exceeds it is dropped."""
 
+    weighs_inside: bool = False
+    """Whether an expert's activation is multiplied by the token's weight, or what the expert makes of it.
+
+    Inside, backward needs no expert's output: Megatron-Core since 0.13 (`weighted_bias_swiglu_impl`).
+    """
+
     shared_intermediate: int = 0
     """Width of a feed-forward beside the experts that all tokens take, of all shared experts together; 0: none."""
 
@@ -176,6 +182,7 @@ class Experts(nn.Module):
         n, e, f = settings.experts, settings.hidden, settings.intermediate
         self.chosen = settings.experts_per_token
         self.factor = settings.capacity_factor
+        self.weighs_inside = settings.weighs_inside
         self.router = nn.Linear(e, n, bias=False)
         self.gate = nn.Parameter(torch.empty(n, e, f))
         self.up = nn.Parameter(torch.empty(n, e, f))
@@ -199,13 +206,19 @@ class Experts(nn.Module):
         wanted = expert.flatten(1)[:, :, None] == torch.arange(n, device=x.device)  # [b, s*k, n]
         place = (wanted.cumsum(dim=1) * wanted).sum(dim=-1) - 1  # [b, s*k]
         fits = place < room
-        slot = (expert.flatten(1) * room + place.clamp(max=room - 1))[:, :, None].expand(-1, -1, e)
+        at = expert.flatten(1) * room + place.clamp(max=room - 1)
+        slot = at[:, :, None].expand(-1, -1, e)
         spread = x[:, :, None].expand(b, s, k, e).reshape(b, s * k, e) * fits[:, :, None]
         buffer = x.new_zeros(b, n * room, e).scatter_add(1, slot, spread)
         grouped = buffer.view(b, n, room, e).transpose(0, 1).reshape(n, b * room, e)
-        done = torch.bmm(functional.silu(torch.bmm(grouped, self.gate)) * torch.bmm(grouped, self.up), self.down)
+        active = functional.silu(torch.bmm(grouped, self.gate)) * torch.bmm(grouped, self.up)
+        if self.weighs_inside:
+            weights = x.new_zeros(b, n * room).scatter_add(1, at, weight.flatten(1) * fits)
+            active = active * weights.view(b, n, room).transpose(0, 1).reshape(n, b * room)[:, :, None]
+        done = torch.bmm(active, self.down)
         done = done.view(n, b, room, e).transpose(0, 1).reshape(b, n * room, e).gather(1, slot)
-        done = done.view(b, s, k, e) * (weight * fits.view(b, s, k))[..., None]
+        kept = fits.view(b, s, k) if self.weighs_inside else weight * fits.view(b, s, k)
+        done = done.view(b, s, k, e) * kept[..., None]
         out: torch.Tensor = done.sum(dim=2)
         return out
 
