@@ -247,7 +247,7 @@ FORMATS = [
         "older than the catalogue's format, which is 3; new since then: attention_half",
     ),
     ({"catalog_format": None}, "catalog_format: is None, not of the catalogue's format"),
-    ({"version": 99}, "version: is 99, not of the calibration files' format, which is 1"),
+    ({"version": 99}, "version: is 99, not of the calibration file's format, which is 1"),
 ]
 
 
