@@ -39,6 +39,7 @@ import numpy as np
 
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.table import Floats, Ints
+from autopar.search.minimised import minimised
 from autopar.search.stages import in_flight
 
 _MOST = 6000
@@ -229,29 +230,8 @@ def _solved(
     lower = np.concatenate([blocks.counts, np.full(len(upper) - count, -highspy.kHighsInf)])
     apart = ((kind == 0) & (stage > 0)) | ((kind == count - 1) & (stage < last))
     most = np.where(apart, 0.0, highspy.kHighsInf)
-    full = np.hstack([rows, slower[:, None]])
-    lp = highspy.HighsLp()
-    lp.num_row_, lp.num_col_ = full.shape
-    lp.col_cost_ = np.concatenate([np.zeros(len(kind)), [1.0]])
-    lp.col_lower_ = np.zeros(len(kind) + 1)
-    lp.col_upper_ = np.concatenate([most, [highspy.kHighsInf]])
-    lp.row_lower_, lp.row_upper_ = lower, upper
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    at, place = full.nonzero()
-    lp.a_matrix_.start_ = np.searchsorted(at, np.arange(len(full) + 1)).astype(np.int32)
-    lp.a_matrix_.index_ = place.astype(np.int32)
-    lp.a_matrix_.value_ = full[at, place]
-    solver = highspy.Highs()
-    solver.silent()
-    solver.setOptionValue("threads", 1)
-    solver.passModel(lp)
-    solver.run()
-    status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
-        return float("inf")
-    if status != highspy.HighsModelStatus.kOptimal:
-        return 0.0
-    return float(solver.getInfo().objective_function_value) * scale_s * (1.0 - ROUNDING)
+    columns = np.append(most, highspy.kHighsInf)
+    return minimised(np.hstack([rows, slower[:, None]]), lower, upper, columns) * scale_s * (1.0 - ROUNDING)
 
 
 def worth_recomputing(blocks: Fluid) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

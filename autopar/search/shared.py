@@ -19,6 +19,7 @@ import highspy
 import numpy as np
 
 from autopar.search.fluid import ROUNDING, Fluid, worth_recomputing
+from autopar.search.minimised import minimised
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,6 @@ def least_shared_s(kinds: Sequence[Ranks], microbatches: int) -> float:
         own_columns = slice(ends[kind], ends[kind + 1])
         rows[blocks + kind, own_columns], rows[blocks + kind, -1] = spent / scale_s, -1.0
         rows[blocks + len(kinds) + kind, own_columns] = room
-    lp = highspy.HighsLp()
-    lp.num_row_, lp.num_col_ = rows.shape
-    lp.col_cost_ = np.append(np.zeros(columns - 1), 1.0)
-    lp.col_lower_, lp.col_upper_ = np.zeros(columns), np.full(columns, highspy.kHighsInf)
-    lp.row_lower_ = np.concatenate([counts, np.full(2 * len(kinds) + 1, -highspy.kHighsInf)])
-    lp.row_upper_ = np.concatenate([counts, np.zeros(len(kinds)), np.ones(len(kinds)), [0.0]])
-    at, place = rows.nonzero()
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = np.searchsorted(at, np.arange(len(rows) + 1)).astype(np.int32)
-    lp.a_matrix_.index_, lp.a_matrix_.value_ = place.astype(np.int32), rows[at, place]
-    solver = highspy.Highs()
-    solver.silent()
-    solver.setOptionValue("threads", 1)
-    solver.passModel(lp)
-    solver.run()
-    status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
-        return float("inf")
-    if status != highspy.HighsModelStatus.kOptimal:
-        return 0.0
-    return float(solver.getInfo().objective_function_value) * scale_s * (1.0 - ROUNDING)
+    lower = np.concatenate([counts, np.full(2 * len(kinds) + 1, -highspy.kHighsInf)])
+    upper = np.concatenate([counts, np.zeros(len(kinds)), np.ones(len(kinds)), [0.0]])
+    return minimised(rows, lower, upper, np.full(columns, highspy.kHighsInf)) * scale_s * (1.0 - ROUNDING)

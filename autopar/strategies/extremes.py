@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.placement import Partial, Replicate
-from autopar.strategies.own_rows import COPIES, Fact, Found, Seen
+from autopar.strategies.row_facts import COPIES, Fact, Found, Seen
 
 _OF = {"aten.maximum.default": "max", "aten.minimum.default": "min"}
 

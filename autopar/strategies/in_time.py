@@ -12,7 +12,8 @@ from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
 from autopar.strategies.extremes import extreme
 from autopar.strategies.following import mismatch
-from autopar.strategies.own_rows import ANY, RULES, SPREADING, Fact, MixedRows, Seen, facts_of, is_ascending, linear
+from autopar.strategies.own_rows import RULES, is_ascending, linear
+from autopar.strategies.row_facts import ANY, SPREADING, Fact, MixedRows, Seen, facts_of
 
 _BLANK = frozenset(
     f"aten.{name}"

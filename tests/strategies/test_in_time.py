@@ -14,7 +14,8 @@ from autopar.ir.strategy import Strategy
 from autopar.strategies import axis_strategies
 from autopar.strategies.call import Call
 from autopar.strategies.compose import AxisSpec, compose
-from autopar.strategies.own_rows import Fact, Seen, linear
+from autopar.strategies.own_rows import linear
+from autopar.strategies.row_facts import Fact, Seen
 from tests.strategies.calls import all_calls
 from tests.strategies.one_op import Case
 from tests.support.remembering import remembered
