@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cost_models.collectives import collective_s, host_s
-from cost_models.compute import attention_s, convolution_product, convolution_s, matmul_s, memory_bound_s
+from cost_models.compute import attention_s, convolution_product, matmul_s, memory_bound_s
 from cost_models.device import DeviceSpec
 from cost_models.errors import CostModelError
 from cost_models.node import Level
@@ -151,7 +151,9 @@ def _fit_exp(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[DeviceSpec,
     ]
 
 
-def _fit_matmuls(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[DeviceSpec, list[Fitted]]:
+def _fit_matmuls(
+    device: DeviceSpec, samples: Sequence[Sample], figure: str = "matmul"
+) -> tuple[DeviceSpec, list[Fitted]]:
     """Fit the sizes of half rate to the first type measured, the fraction of peak to each."""
     found: list[Fitted] = []
     for place, dtype in enumerate(dict.fromkeys(each["dtype"] for each in samples)):
@@ -171,8 +173,8 @@ def _fit_matmuls(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[DeviceS
         device = replace(device, matmul_half=(half_m, half_n, half_k))
         error = _median_error(predicted(best), seconds)
         peak = device.flops_for(dtype) * device.matmul_efficiency_for(dtype)
-        found.append(Fitted(f"matmul.{dtype}", peak, "FLOP/s", spread(of), error, len(of)))
-        found += [Fitted(f"matmul_half_{name}", best[name], "count", spread(of), error, len(of)) for name in halves]
+        found.append(Fitted(f"{figure}.{dtype}", peak, "FLOP/s", spread(of), error, len(of)))
+        found += [Fitted(f"{figure}_half_{name}", best[name], "count", spread(of), error, len(of)) for name in halves]
     return device, found
 
 
@@ -201,41 +203,17 @@ def _with_matmul(device: DeviceSpec, dtype: str, now: Mapping[str, float]) -> De
 
 
 def _fit_convolutions(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[DeviceSpec, list[Fitted]]:
-    """Fit what products are fitted to, to convolutions: their library chooses tiles for itself."""
-    found: list[Fitted] = []
-    device = replace(device, convolution_half=device.matmul_half)
-    for place, dtype in enumerate(dict.fromkeys(each["dtype"] for each in samples)):
-        if dtype not in device.peak_flops:
-            continue
-        of = [each for each in samples if each["dtype"] == dtype]
-        products = np.array(
-            [convolution_product(each["pixels"], each["weight"], each["of"]) for each in of], dtype=np.float64
-        )
-        seconds = np.array([median_s(each) for each in of])
-        halves = _halves(device) if place == 0 else {}
-        predicted = partial(_convolution_s, device, dtype, tuple(products.T))
-        best = least_error(predicted, seconds, {"efficiency": device.matmul_efficiency_for(dtype), **halves})
-        device = _with_convolutions(device, dtype, best)
-        half_m, half_n, half_k = map(round, device.convolution_half)
-        device = replace(device, convolution_half=(half_m, half_n, half_k))
-        error = _median_error(predicted(best), seconds)
-        rate = device.flops_for(dtype) * device.convolution_efficiency[dtype]
-        found.append(Fitted(f"convolution.{dtype}", rate, "FLOP/s", spread(of), error, len(of)))
-        found += [Fitted(f"convolution_half_{n}", best[n], "count", spread(of), error, len(of)) for n in halves]
-    return device, found
-
-
-def _convolution_s(device: DeviceSpec, dtype: str, products: Sequence[Any], now: Mapping[str, float]) -> Any:
-    return convolution_s(products, dtype, _with_convolutions(device, dtype, now))
-
-
-def _with_convolutions(device: DeviceSpec, dtype: str, now: Mapping[str, float]) -> DeviceSpec:
-    achieved = device.peak_flops[dtype] * now["efficiency"]
-    device = _at_peak(device, dtype, max(device.peak_flops[dtype], achieved))
-    m, n, k = (now.get(name, device.convolution_half[i]) for i, name in enumerate("mnk"))
-    share = achieved / device.peak_flops[dtype]
-    efficiencies = {**device.convolution_efficiency, dtype: share}
-    return replace(device, convolution_efficiency=efficiencies, convolution_half=(m, n, k))
+    """Fit what products are fitted to, to the products that convolutions are: another library computes these."""
+    products = [
+        {**each, "sizes": convolution_product(each["pixels"], each["weight"], each["of"])}
+        for each in samples
+        if each["dtype"] in device.peak_flops
+    ]
+    fitted, found = _fit_matmuls(device, products, "convolution")
+    efficiencies = {each["dtype"]: fitted.matmul_efficiency_for(each["dtype"]) for each in products}
+    for dtype in efficiencies:
+        device = _at_peak(device, dtype, fitted.peak_flops[dtype])
+    return replace(device, convolution_efficiency=efficiencies, convolution_half=fitted.matmul_half), found
 
 
 def _at_peak(device: DeviceSpec, dtype: str, peak: float) -> DeviceSpec:

@@ -156,15 +156,6 @@ def matmul_s(
     return np.maximum(work, _at_best_s(sizes, dtype, device))
 
 
-def convolution_s(product: Sequence[Size], dtype: str, device: DeviceSpec) -> FloatArray:
-    """Return the time in seconds of a convolution, or one half of its backward, that is as large as `product`.
-
-    `product`: batch, m, n, k of `convolution_product`. Raises `CostModelError` as `matmul_s`.
-    """
-    batch, m, n, k = product
-    return matmul_s(batch, m, n, k, dtype, device.for_convolutions())
-
-
 def convolution_product(pixels: int, weight: Sequence[int], of: str) -> tuple[int, int, int, int]:
     """Return the implicit product (batch, m, n, k) that makes the `result`, or the gradient of `input` or `weight`.
 

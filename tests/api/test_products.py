@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.costs.operators import model_flops, seconds
 from autopar.ir.graph import Graph, Op
 from autopar.ir.strategy import MeshStrategy
-from cost_models.compute import convolution_product, convolution_s, matmul_s
+from cost_models.compute import convolution_product, matmul_s
 from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.weakest import weakest_device
 from tests.support.remembering import remembered
@@ -106,7 +106,9 @@ def test_without_a_measured_rate_convolutions_take_what_products_take():
     product = convolution_product(4096, (64, 32, 3, 3), "result")
 
     assert product == (1, 4096, 64, 288)
-    assert float(convolution_s(product, "float32", device)) == float(matmul_s(*product, "float32", device))
+    assert float(matmul_s(*product, "float32", device.for_convolutions())) == float(
+        matmul_s(*product, "float32", device)
+    )
 
 
 def test_no_convolution_is_faster_on_the_weakest_of_devices_with_and_without_a_rate_of_their_own():
@@ -121,5 +123,5 @@ def test_no_convolution_is_faster_on_the_weakest_of_devices_with_and_without_a_r
     for weight in ((8, 8, 3, 3), (64, 256, 1, 1), (512, 512, 3, 3), (96, 1, 7, 7)):
         for of in ("result", "input", "weight"):
             product = convolution_product(1000, weight, of)
-            slowest = max(float(convolution_s(product, "float32", each)) for each in kinds)
-            assert float(convolution_s(product, "float32", weakest)) >= slowest * (1 - 1e-12)
+            slowest = max(float(matmul_s(*product, "float32", each.for_convolutions())) for each in kinds)
+            assert float(matmul_s(*product, "float32", weakest.for_convolutions())) >= slowest * (1 - 1e-12)

@@ -16,7 +16,7 @@ from cost_models.calibration import Calibration, Machine, level_figures, read_ca
 from cost_models.calibration_fit import fit_device, fit_level
 from cost_models.cluster import ClusterSpec
 from cost_models.collectives import OPS, collective_s, host_s
-from cost_models.compute import attention_s, convolution_product, convolution_s, fresh_s, matmul_s, memory_bound_s
+from cost_models.compute import attention_s, convolution_product, fresh_s, matmul_s, memory_bound_s
 from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.errors import ClusterError, CostModelError
 from cost_models.nccl_tests import parse_nccl_tests, read_nccl_tests
@@ -73,7 +73,7 @@ def kernels_of(device: DeviceSpec) -> list[dict[str, Any]]:
     for weight in ((32, 32, 3, 3), (256, 64, 1, 1), (8, 256, 3, 3), (512, 512, 3, 3), (96, 1, 7, 7)):
         for of in ("result", "input", "weight"):
             for pixels in (16, 4096):
-                seconds = convolution_s(convolution_product(pixels, weight, of), "float32", device)
+                seconds = matmul_s(*convolution_product(pixels, weight, of), "float32", device.for_convolutions())
                 found.append(sample("convolution", seconds, dtype="float32", of=of, pixels=pixels, weight=list(weight)))
     for keys in (16, 128, 2048):
         seconds = attention_s(1e9, MIB, "float32", device, keys)
