@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.costs.core_work import evaluations
 from autopar.costs.expanded import Shares
 from autopar.costs.fusion import Fused, Inside
 from autopar.costs.losses import NLL_FORWARD, loss_kernels
@@ -53,21 +54,6 @@ _EXTRA_PASSES = {
 """Further times the largest input is read or written: statistics before the normalisation,
 and the part of a gradient that cross entropy makes and reads again."""
 
-
-_EVALUATIONS: Mapping[str, float] = {
-    "exp": 1.0, "exp2": 1.0, "expm1": 1.0, "log": 1.0, "log2": 1.0, "log1p": 1.0, "sigmoid": 1.0, "softplus": 2.0,
-    "sin": 1.5, "cos": 1.5, "erf": 1.5, "tanh": 3.0, "silu": 1.0, "silu_backward": 1.0,
-    "gelu": 1.0, "gelu_backward": 2.0, "mish": 4.0, "mish_backward": 4.0, "elu": 1.0, "logsumexp": 1.0,
-    "_softmax": 1.0, "_log_softmax": 1.0, "_log_softmax_backward_data": 1.0, "_safe_softmax": 1.0,
-    "cross_entropy_backward": 1.0,
-    "native_dropout": 8.0, "bernoulli": 8.0, "rand_like": 4.0, "rand": 4.0, "randn": 8.0, "randn_like": 8.0,
-}  # fmt: skip
-"""By operator, how many times as long as one exp an output element takes on one CPU core, rounded.
-
-Measured with torch 2.13 on 4 Mi float32 elements, one thread of an AMD EPYC (Zen 3); exp: 1.06 ns. Random numbers are
-drawn one by one, from a generator that does not vectorise.
-"""
-
 _SPLIT_SOFTMAX: Mapping[str, tuple[float, float]] = {
     "aten._softmax.default": (7.5, 1.0),
     "aten._log_softmax.default": (5.5, 1.0),
@@ -76,9 +62,6 @@ _SPLIT_SOFTMAX: Mapping[str, tuple[float, float]] = {
 }
 """Where classes are split over ranks, one kernel becomes several (`rewrite/lowerings/softmax.py`): further times that a
 tensor of the scores' size is read or written, and further such tensors that are made. Counted there."""
-
-_TANH_GELU = 3.5
-"""gelu by tanh, forward or backward: measured likewise; by erf it is vectorised."""
 
 
 def seconds(
@@ -129,8 +112,7 @@ def seconds(
     split = np.array([any(axis.lowering == "class" for axis in s.axes) for s in strategies], dtype=np.float64)
     scores = np.array([math.prod(i[0]) * metas[0].item_bytes if i else 0 for i in ins], dtype=np.float64)
     moved += split * passes * scores
-    elements = np.array([max(map(math.prod, o), default=0) for o in outs], dtype=np.float64)
-    work = compute.memory_bound_s(moved, device, _evaluations(op) * elements)
+    work = compute.memory_bound_s(moved, device, _core_work(op, ins, outs, device))
     if fused is not None and device.fusion:
         shapes = list(zip(ins, outs, strict=True))
         left = np.array([_traffic(op, metas, i, o, fused.run, shares) for i, o in shapes], dtype=np.float64)
@@ -155,12 +137,11 @@ def accumulation_seconds(
     return total
 
 
-def _evaluations(op: Op) -> float:
-    """Return the evaluations of exp that an output element costs on a CPU."""
-    name = op.target.partition(".")[2].partition(".")[0]
-    if name in {"gelu", "gelu_backward"} and "tanh" in (*op.args, *dict(op.kwargs).values()):
-        return _TANH_GELU
-    return _EVALUATIONS.get(name, 0.0)
+def _core_work(op: Op, ins: Sequence[Sequence[Shape]], outs: Sequence[Sequence[Shape]], device: DeviceSpec) -> Seconds:
+    """Return the evaluations of exp of each strategy, where the device is one that they bound."""
+    if not device.transcendentals_per_s:
+        return np.zeros(len(ins))
+    return np.array([evaluations(op, i, o) for i, o in zip(ins, outs, strict=True)], dtype=np.float64)
 
 
 def _fresh(op: Op, outs: Sequence[Sequence[Shape]], device: DeviceSpec) -> Seconds:

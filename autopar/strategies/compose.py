@@ -342,7 +342,7 @@ def _with_moved_activations(
 
     Such operators are those whose parameters, or whose gradient, outweigh all else that they read and make: then fewer
     bytes move if every rank has the whole batch there. A table of a large vocabulary is looked up by few tokens. What
-    passes such a gradient on is among them, and may find it whole.
+    passes such a gradient on is among them, and may find it whole, and so may what enlarges a value for them.
     """
     if axis.role not in {"batch", "expert"} or not axis.moves_activations:
         return {}
@@ -367,7 +367,36 @@ def _with_moved_activations(
             if (makes and all(isinstance(p, at_rest) for p in s.outputs))
             or (stay and all(isinstance(s.inputs[i], Shard) for i in stay))
         )
-    return moved
+    return _enlarged(graph, moved, found) | moved
+
+
+def _enlarged(
+    graph: Graph, moved: Mapping[str, tuple[Strategy, ...]], found: Mapping[str, tuple[Strategy, ...]]
+) -> dict[str, tuple[Strategy, ...]]:
+    """Return whole values for what enlarges a value that a moved operator reads, and for what lies between.
+
+    Fewer bytes travel before it: the gradient of a mean over several rows of a table is the same for each of them.
+    """
+    made: dict[str, tuple[Strategy, ...]] = {}
+    for name in moved:
+        for ref in graph.by_name[name].refs:
+            between = _from_smaller(graph, ref)
+            made |= {each.name: _on_whole_values(each, found[each.name]) for each in between}
+    return made
+
+
+def _from_smaller(graph: Graph, ref: Ref) -> list[Op]:
+    """Return the operators that make a value of a smaller one, each of one value alone; empty where none is smaller."""
+    passed: list[Op] = []
+    while True:
+        maker = graph.by_name[graph.representative(ref.op)]
+        if maker.kind != "call" or len(maker.refs) != 1:
+            return []
+        passed.append(maker)
+        made_bytes, read_bytes = graph.meta(ref).nbytes, graph.meta(maker.refs[0]).nbytes
+        if made_bytes != read_bytes:
+            return passed if made_bytes > read_bytes else []
+        ref = maker.refs[0]
 
 
 def _on_whole_values(op: Op, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
