@@ -140,10 +140,14 @@ def _on_axis(
     graph: Graph, reps: Sequence[Op], axis: AxisSpec, enumerate_axis: Enumerate
 ) -> tuple[dict[str, tuple[Strategy, ...]], dict[str, Op]]:
     cache: dict[object, tuple[tuple[Strategy, ...], bool]] = {}
-    found, unknown = _forward(graph, axis, enumerate_axis, cache, {})
-    wanted = _wanted(graph, reps, found)
-    if wanted:
+    wanted: dict[tuple[str, int], frozenset[Shard]] = {}
+    while True:
         found, unknown = _forward(graph, axis, enumerate_axis, cache, wanted)
+        more = _wanted(graph, reps, found)
+        grown = wanted | {key: wanted.get(key, frozenset()) | shards for key, shards in more.items()}
+        if grown == wanted:
+            break
+        wanted = grown
     if axis.role == "sequence":
         found = _by_tokens(graph, reps, axis, found)
     elif axis.role == "expert":
