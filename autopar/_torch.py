@@ -69,6 +69,7 @@ __all__ = [
     "is_dtensor",
     "is_registered_node",
     "keeps_graph",
+    "kernels_under_autocast_of_cpu",
     "let_anomalies_be_found",
     "local_of",
     "put_before_number_of_dtensor",
@@ -79,6 +80,7 @@ __all__ = [
     "suggest_memory_format",
     "traced_stack",
     "wait_by",
+    "without_autocast_of_cpu",
     "without_effect",
     "without_guards",
     "without_progress_thread",
@@ -90,6 +92,18 @@ def dynamo_settings(**wanted: Any) -> Any:
     """Return a context in which dynamo's settings have these values; those that this torch lacks are left out."""
     known = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
     return torch._dynamo.config.patch(known)
+
+
+def kernels_under_autocast_of_cpu() -> Any:
+    """Return a library of ATen operators as autocast runs them on the CPU: `impl` adds one, `_destroy` ends all."""
+    library: Any = torch.library.Library
+    return library("aten", "IMPL", "AutocastCPU")
+
+
+def without_autocast_of_cpu() -> Any:
+    """Return a context in which operators on CPU tensors are not cast, as inside of those that autocast has cast."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(key)
 
 
 @contextmanager

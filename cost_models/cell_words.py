@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from cost_models import catalog
-from cost_models.cells import Cells, count_of, positive_of, said, text_of
+from cost_models.cells import Cells, choice_of, count_of, positive_of, said, text_of
 from cost_models.device import DeviceSpec
 from cost_models.device_file import read_device
 from cost_models.device_names import catalogued_name
@@ -172,6 +172,29 @@ def fuses_attention(row: Cells) -> tuple[bool, str]:
     if re.search(f"{_FLASH}|{_RINGS}", text):
         return True, ""
     raise CostModelError(f"attention is {text!r}, not one of flash, unfused")
+
+
+_GELUS = ("gelu", "gelu_tanh", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
+_WRITTEN_OUT = ("gelu_new", "new_gelu", "newgelu")
+_ACTIVATIONS = (*_GELUS, *_WRITTEN_OUT, "silu", "swiglu", "relu", "relu2", "squared_relu", "geglu")
+
+_TRANSFORMERS = r"transformers|hugging|\bhf\b|accelerate|\btrl\b"
+_OF_GELU_NEW = r"^(distil)?gpt-?2|^gpt-?(j|neo)\b"
+"""What names of models begin with whose `config.json` asks for `gelu_new`."""
+
+
+def fuses_gelu(row: Cells) -> bool:
+    """Return whether GELU is one operator; `gelu_new` is transformers' and minGPT's, in the operators of its formula.
+
+    Where a row does not say, transformers' GPT-2 and kin have that.
+
+    Raises:
+        CostModelError: the activation is not known.
+    """
+    if said(row, "activation"):
+        return choice_of(row, "activation", _ACTIVATIONS) not in _WRITTEN_OUT
+    by_transformers = re.search(_TRANSFORMERS, text_of(row, "framework").lower()) is not None
+    return not (by_transformers and re.search(_OF_GELU_NEW, (row.get("model") or "").lower()))
 
 
 def zero_stage_of(row: Cells) -> int:

@@ -143,6 +143,19 @@ class Stack:
     flat_copies: bool = False
     """Whether gradients are copied into contiguous buffers to be reduced and to update parameters (DeepSpeed)."""
 
+    autocasts: bool = False
+    """Whether forward runs under torch.autocast: norms, softmax and losses in float32, casts before and behind.
+
+    Without shards of FSDP, parameters are in float32 then, and so are the values that layers add up, gradients and the
+    optimizer's state.
+    """
+
+    autocasts_shards: bool = False
+    """Whether that is so beside FSDP too, which casts the parameters that it gathers (its `MixedPrecision`)."""
+
+    float32_parameters: bool = False
+    """Whether parameters are in float32, and cast where they are read."""
+
     cross_entropy: str = "torch"
     """Whose kernels compute cross entropy from the logits; empty: one kernel forward and one backward, as compiled.
 
@@ -174,7 +187,17 @@ class Stack:
 
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
-        return replace(self, float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0))
+        autocasts = self.autocasts and (stage < _OF_FSDP or self.autocasts_shards)
+        return replace(
+            self,
+            float32_gradients=self.float32_gradients or (self.long_sums_without_zero and stage == 0),
+            autocasts=autocasts,
+            float32_parameters=autocasts and stage < _OF_FSDP,
+        )
+
+    def without_autocast(self) -> Stack:
+        """Return the stack where parameters are of the type that is computed in, and nothing is cast by itself."""
+        return replace(self, autocasts=False, float32_parameters=False)
 
     def of_year(self, year: int) -> Stack:
         """Return the stack as it was then."""
@@ -242,6 +265,9 @@ _ASYNCHRONOUS_BACKWARD = 2022
 _TRANSFORMER_ENGINE = 2023
 """The first whole year of Transformer Engine; what stacks fused before is in the share that was fitted to them."""
 
+_OF_FSDP = 2
+"""The stage of ZeRO from which PyTorch's own is FSDP (its SHARD_GRAD_OP and FULL_SHARD)."""
+
 _EARLY_STOP = 2024
 """The first whole year of torch 2.1 (October 2023)."""
 
@@ -277,6 +303,33 @@ _CORE_ALONE = replace(
     joins_exchanges_from=0,
 )
 """Megatron-Core as its own scripts run it."""
+
+_PYTORCH = Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, autocasts=True)
+"""PyTorch's own operators. Its way of mixed precision is autocast (torch.amp), that of FSDP is `MixedPrecision`."""
+
+_HALVED = r"apex|llm\.c\b|intern(lm|evo)|colossal|fair(seq|scale)|metaseq|olmo|lingua"
+"""Software of PyTorch's operators that casts models as a whole instead.
+
+Apex's O2, which NVIDIA's examples of BERT ask for; `NaiveAMPModel` of InternLM; `model.half()` of Colossal-AI's Gemini
+and of fairseq; `floatX` of llm.c. OLMo runs under autocast with norms of its own that stay in 16 bits.
+"""
+
+_AUTOCASTING = (
+    r"lightning|fabric|lit.?gpt|accelerate|hugging|\bhf\b|transformers|axolotl|llama.?factory|\btrl\b|ms.?swift"
+)
+"""Software that runs forward under autocast beside FSDP as well.
+
+`FSDPPrecision.forward_context` of Lightning (src/lightning/fabric/plugins/precision/fsdp.py); `prepare_model` of
+Accelerate, which Hugging Face's Trainer and what builds on it runs (src/accelerate/accelerator.py, `native_amp`).
+"""
+
+_TENSORFLOW = Stack(
+    "eager", float32_gradients=False, overlaps=True, reruns_all=False, vendor_attention=True, autocasts=True
+)
+"""TensorFlow, whose rewrite of graphs for mixed precision has autocast's lists but for softmax, which follows products.
+
+tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h: means, sums, powers and losses stay in float32.
+"""
 
 _FRAMEWORKS = (
     (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", _CORE),
@@ -364,6 +417,8 @@ _FRAMEWORKS = (
             compiles_loss_from=2025,
         ),
     ),
+    (r"(tensorflow|keras).*xla|xla.*(tensorflow|keras)", replace(_TENSORFLOW, kernels="compiled", cross_entropy="")),
+    (r"tensorflow|keras", _TENSORFLOW),
     (
         r"maxtext|\bpax|paxml|jax|xla|flax|levanter|marin|easylm|t5x|praxis|\balpa\b",
         Stack(
@@ -375,16 +430,19 @@ _FRAMEWORKS = (
             cross_entropy="",
         ),
     ),
+    (_HALVED, _PYTORCH.without_autocast()),
+    (_AUTOCASTING, replace(_PYTORCH, autocasts_shards=True)),
+    (r"fsdp", _PYTORCH.without_autocast()),
 )
 """What a framework's name contains, the more specific first. What runs under JAX is compiled by XLA, always."""
 
 
 def pytorch() -> Stack:
     """Return PyTorch's own operators, sharded by FSDP or DDP."""
-    return Stack("eager", float32_gradients=False, overlaps=True, stops_early=True)
+    return _PYTORCH
 
 
-_PYTORCH = (
+_RUNS_PYTORCH = (
     r"torch|fsdp|ddp|lightning|accelerate|hugging|\bhf\b|transformers|axolotl|lit.?gpt|nanogpt|olmo|lingua"
     r"|llama.?factory|\btrl\b|ms.?swift|xtuner|fair(seq|scale)|metaseq|colossal|intern(lm|evo)|open.?clip|\btimm\b"
 )
@@ -393,7 +451,7 @@ _PYTORCH = (
 
 def is_known(framework: str) -> bool:
     """Return whether a framework's name says what it runs; PyTorch's own operators are assumed of all others."""
-    return any(re.search(pattern, framework.lower()) for pattern in (*(each for each, _ in _FRAMEWORKS), _PYTORCH))
+    return any(re.search(pattern, framework.lower()) for pattern in (*(each for each, _ in _FRAMEWORKS), _RUNS_PYTORCH))
 
 
 def stack_of(framework: str, compiled: bool) -> Stack:

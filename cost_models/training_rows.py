@@ -17,6 +17,7 @@ from cost_models.cell_words import (
     drops,
     family_of,
     fuses_attention,
+    fuses_gelu,
     is_compiled,
     is_encoder,
     is_pure,
@@ -92,6 +93,9 @@ class Architecture:
     ffn_hidden: int
     vocab: int
     fused_attention: bool
+    fused_gelu: bool = True
+    """Of the GPT family: whether GELU is one operator, or those of its formula."""
+
     drops: bool = True
     """Whether it is trained with dropout where its attention is not fused."""
 
@@ -218,7 +222,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         source=(row.get("source") or "").strip() or "no source named",
         model=(row.get("model") or "").strip() or architecture.family,
         architecture=architecture,
-        stack=replace(stack, float32_gradients=False) if is_pure(row) else stack,
+        stack=_as_said(stack, row, precision, zero),
         year=count_of(row, "year"),
         device=device,
         described=described,
@@ -249,6 +253,16 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     )
     _check(read)
     return _told_uneven(read)
+
+
+def _as_said(stack: Stack, row: Mapping[str, str], precision: str, zero: int) -> Stack:
+    """Return the stack as it is in a row's types: pure ones have no float32 beside them, a column tells of autocast."""
+    if is_pure(row):
+        return replace(stack.without_autocast(), float32_gradients=False)
+    if said(row, "autocast"):
+        told = replace(stack, autocasts=answer_of(row, "autocast"), autocasts_shards=True).at_zero(zero)
+        stack = told if told.autocasts else stack.without_autocast()
+    return stack.without_autocast() if precision == "fp32" else stack
 
 
 def _require_experts(ep: int, dp: int, architecture: Architecture) -> None:
@@ -360,6 +374,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         ffn_hidden=count_of(row, "ffn_hidden"),
         vocab=count_of(row, "vocab"),
         fused_attention=fused,
+        fused_gelu=fuses_gelu(row),
         drops=drops(row),
         head_size=0 if latent is not None else _head_size(row, family, heads),
         qk_norm=family == "llama" and re.search(_QK_NORM, row.get("model") or "", re.IGNORECASE) is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import get_context
@@ -17,6 +18,7 @@ from autopar.api.as_run import AsRun
 from autopar.api.describing import PEAK_DTYPE
 from autopar.api.wishes import read_wishes
 from autopar.capture import capture
+from autopar.capture.autocasting import autocast_as_on_gpu
 from autopar.capture.deepen import SHALLOW, deepened
 from autopar.capture.gradients import gradients_in_float32
 from autopar.capture.positions import balanced_positions
@@ -55,6 +57,8 @@ class ProgramKey(NamedTuple):
     batch: int
     seq: int
     precision: str
+    autocasts: bool
+    float32_parameters: bool
     float32_gradients: bool
     float32_loss: bool
     balanced: bool
@@ -251,6 +255,8 @@ def _program_key(read: TrainingRow) -> ProgramKey:
         read.global_batch,
         read.seq_len,
         read.precision,
+        autocasts=read.stack.autocasts,
+        float32_parameters=read.stack.float32_parameters,
         float32_gradients=short,
         float32_loss=read.stack.cross_entropy != "composer",
         balanced=read.cp > 1 and read.stack.balances,
@@ -261,14 +267,15 @@ def _program_key(read: TrainingRow) -> ProgramKey:
 
 @lru_cache(maxsize=2)
 def _graph(key: ProgramKey) -> Graph:
-    """Return the program of a model whose parameters are of the precision's type, at full depth."""
+    """Return the program of a model at full depth, its parameters of the precision's type but where they are cast."""
     sizes = key.sizes
     first = sizes.mixture.dense_layers if sizes.mixture is not None else 0
     settings = replace(_settings(sizes, key, min(sizes.layers, first + SHALLOW)), float32_loss=key.float32_loss)
     with torch.device("meta"):
-        model = settings.model().to(_TYPES[key.precision]).train()
+        model = settings.model().to(torch.float32 if key.float32_parameters else _TYPES[key.precision]).train()
         inputs = settings.inputs(key.batch, key.seq)
-    graph = capture(model, inputs).graph
+    with autocast_as_on_gpu(_TYPES[key.precision]) if key.autocasts else nullcontext():
+        graph = capture(model, inputs).graph
     rows = {path: len(each) for path, each in model.named_modules() if isinstance(each, nn.ModuleList)}
     for path, depth in zip(rows, (sizes.layers + sizes.further, sizes.decoder_layers), strict=False):
         graph = deepened(graph, {path: depth}, first=first) if depth > rows[path] else graph
@@ -307,6 +314,7 @@ def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings 
         tied=not (sizes.is_nemotron or sizes.is_neox),
         bias=not sizes.is_nemotron,
         squared_relu=sizes.is_nemotron,
+        fused_gelu=sizes.fused_gelu,
         rotary_positions=sizes.is_nemotron or sizes.is_neox,
         fused_attention=sizes.fused_attention,
         dropout=_DROPOUT if sizes.drops and not sizes.fused_attention else 0.0,

@@ -234,3 +234,27 @@ def test_graphs_are_replayed_by_recipes_for_racks_alone(framework: str, device: 
     assert host_s(framework, device, 2025) == eager
     assert host_s("nemo", "gb300", 2025) == host_s("megatron-bridge", "gb200", 2026) < eager / 5
     assert host_s("nemo", "gb200", 2024) == eager
+
+
+GPT = {
+    **ROW, "framework": "pytorch ddp", "year": "2024", "layers": "3", "gpus": "1", "dp": "1", "tp": "1", "pp": "1",
+    "recompute": "none", "seq_len": "1024", "global_batch": "8", "micro_batch": "8",
+    "inter_node_Gbit_per_s_per_node": "",
+}  # fmt: skip
+
+
+def test_autocast_takes_longer_than_parameters_of_16_bits_and_has_gradients_in_float32():
+    cast, whole = (estimates_of(read_training_row({**GPT, "autocast": each})) for each in ("yes", "no"))
+
+    assert cast.memory.gradients == pytest.approx(2 * whole.memory.gradients)
+    assert cast.memory.parameters == pytest.approx(2 * whole.memory.parameters)
+    # A float32 copy and two moments beside 16 bits are as much as two moments beside float32, less that copy.
+    assert whole.memory.optimizer == pytest.approx(1.5 * cast.memory.optimizer, rel=1e-3)
+    assert 1.2 * whole.step_time_s < cast.step_time_s < 2.0 * whole.step_time_s
+
+
+def test_gelu_written_out_reads_and_writes_more_than_one_operator():
+    written, fused = (estimates_of(read_training_row({**GPT, "activation": each})) for each in ("gelu_new", "gelu"))
+
+    assert written.step_time_s > 1.05 * fused.step_time_s
+    assert written.memory.activations > fused.memory.activations

@@ -396,7 +396,7 @@ def test_one_node_needs_no_rate_between_nodes():
 def test_a_framework_that_is_not_known_is_plain_pytorch_and_the_row_says_so():
     found = read_training_row({**ROW, "framework": "Abacus-LM"})
 
-    assert found.stack == pytorch().of_year(2021)
+    assert found.stack == pytorch().at_zero(found.zero).of_year(2021)
     assert found.assumed == "framework 'Abacus-LM' is not known: priced as plain PyTorch"
     assert not read_training_row(ROW).assumed
 
@@ -482,3 +482,48 @@ def test_ranks_that_end_inside_a_node_are_priced_on_parts_of_nodes():
 @pytest.mark.parametrize(("family", "drops"), [("vit", False), ("DeiT", False), ("bert", True), ("gpt", True)])
 def test_transformers_of_images_are_trained_without_dropout(family: str, drops: bool):
     assert read_training_row({**ROW, "family": family}).architecture.drops is drops
+
+
+CASTING = [
+    ({"framework": "pytorch ddp", "zero": "0"}, (True, True)),
+    ({"framework": "nanogpt", "zero": "1"}, (True, True)),
+    ({"framework": "pytorch", "zero": "3"}, (False, False)),
+    ({"framework": "pytorch fsdp", "zero": "1"}, (False, False)),
+    ({"framework": "tensorflow", "zero": "0"}, (True, True)),
+    ({"framework": "lightning-fsdp", "zero": "3"}, (True, False)),
+    ({"framework": "accelerate", "zero": "2"}, (True, False)),
+    ({"framework": "transformers", "zero": "0", "precision": "bf16-true"}, (False, False)),
+    ({"framework": "pytorch", "zero": "0", "precision": "tf32"}, (False, False)),
+    ({"framework": "pytorch", "zero": "0", "autocast": "no"}, (False, False)),
+    ({"framework": "pytorch fsdp", "zero": "3", "autocast": "yes"}, (True, False)),
+    ({"framework": "deepspeed (lightning)", "zero": "3"}, (False, False)),
+    ({"framework": "PyTorch with Apex", "zero": "0"}, (False, False)),
+    ({"framework": "llm.c", "zero": "1"}, (False, False)),
+    ({"framework": "megatron-lm", "zero": "0"}, (False, False)),
+]
+
+
+@pytest.mark.parametrize(("change", "wanted"), CASTING)
+def test_mixed_precision_is_autocast_where_software_runs_under_it(change: dict[str, str], wanted: tuple[bool, bool]):
+    stack = read_training_row({**ROW, **change}).stack
+
+    assert (stack.autocasts, stack.float32_parameters) == wanted
+
+
+GELUS = [
+    ({"framework": "transformers", "model": "GPT-2-XL"}, False),
+    ({"framework": "transformers", "model": "GPT-2-XL", "activation": "gelu"}, True),
+    ({"framework": "lightning", "model": "GPT-2-XL", "activation": "gelu_new"}, False),
+    ({"framework": "transformers", "model": "OPT-1.3B"}, True),
+    ({"framework": "megatron-lm", "model": "GPT-2-XL"}, True),
+]
+
+
+@pytest.mark.parametrize(("change", "fused"), GELUS)
+def test_gelu_is_written_out_where_software_or_the_row_has_it_so(change: dict[str, str], fused: bool):
+    assert read_training_row({**ROW, **change}).architecture.fused_gelu is fused
+
+
+def test_an_activation_that_is_not_known_names_what_is():
+    with pytest.raises(CostModelError, match="activation is 'swish9', not one of gelu, "):
+        read_training_row({**ROW, "activation": "swish9"})

@@ -36,6 +36,9 @@ class GptSettings:
 
     bias: bool = True
     squared_relu: bool = False
+    fused_gelu: bool = True
+    """Whether GELU is one operator, or those of its formula by tanh."""
+
     rotary_positions: bool = False
     fused_attention: bool = True
     """Whether scores stay inside one kernel (flash attention)."""
@@ -81,6 +84,7 @@ class Block(nn.Module):
             settings.intermediate or 4 * settings.hidden,
             bias=settings.bias,
             squared_relu=settings.squared_relu,
+            fused_gelu=settings.fused_gelu,
         )
 
     def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:

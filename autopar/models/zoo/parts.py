@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -119,18 +121,36 @@ class SelfAttention(nn.Module):
         return q.reshape(b, s, self.heads, self.size), k, v
 
 
+def gelu_written_out(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU by tanh in the operators of its formula: `NewGELUActivation` of transformers, `NewGELU` of minGPT."""
+    inner: torch.Tensor = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
 class FeedForward(nn.Module):
     """Two linear layers with an activation between them: GELU, or the square of ReLU."""
 
-    def __init__(self, hidden: int, intermediate: int, *, bias: bool = True, squared_relu: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        bias: bool = True,
+        squared_relu: bool = False,
+        fused_gelu: bool = True,
+    ) -> None:
         super().__init__()
         self.up = nn.Linear(hidden, intermediate, bias=bias)
         self.down = nn.Linear(intermediate, hidden, bias=bias)
         self.squared_relu = squared_relu
+        self.fused_gelu = fused_gelu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [b, s, e] for [b, s, e]."""
         y = self.up(x)
-        y = functional.relu(y).square() if self.squared_relu else functional.gelu(y, approximate="tanh")
+        if self.squared_relu:
+            y = functional.relu(y).square()
+        else:
+            y = functional.gelu(y, approximate="tanh") if self.fused_gelu else gelu_written_out(y)
         out: torch.Tensor = self.down(y)
         return out

@@ -1,0 +1,86 @@
+"""What torch.autocast does on a GPU, in a capture on the CPU: which operators it runs in 16 bits, and which in float32.
+
+    with autocast_as_on_gpu(torch.bfloat16):
+        captured = capture(model, inputs)    # parameters stay in float32, casts are operators of the program
+
+Products are cast to 16 bits on both. A GPU runs norms, softmax, sums, powers and losses in float32 besides, which the
+CPU's list leaves in the type of what they read. Autocast's cache casts a parameter once for a forward: so does a
+program, in which equal casts are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autopar._torch import kernels_under_autocast_of_cpu, without_autocast_of_cpu
+
+_SHORT = frozenset({torch.bfloat16, torch.float16})
+
+_IN_FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "group_norm", "cosine_similarity", "cumprod", "dist", "renorm", "norm.Scalar", "norm.ScalarOpt_dim",
+)  # fmt: skip
+"""Operators that read everything in float32: `AT_FORALL_FP32` of aten/src/ATen/autocast_mode.h, those left out that are
+in the CPU's list too or that differentiable programs do not have."""
+
+_INTO_FLOAT32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum")
+"""Operators that are asked for a result in float32 (`AT_FORALL_FP32_SET_OPT_DTYPE`): most read 16 bits as they are."""
+
+_OF_HALVES = {
+    "softmax.int": torch.ops.aten._softmax.default,
+    "log_softmax.int": torch.ops.aten._log_softmax.default,
+}
+"""Those whose kernels read float16 and write float32 (`half_to_float`), and cast bfloat16 before."""
+
+
+@contextmanager
+def autocast_as_on_gpu(dtype: torch.dtype) -> Iterator[None]:
+    """Capture under autocast to `dtype`, by the lists of CUDA devices."""
+    library = kernels_under_autocast_of_cpu()
+    try:
+        for name in _IN_FLOAT32:
+            library.impl(name, _casting(_overload(name)))
+        for name in _INTO_FLOAT32:
+            library.impl(name, _asking(_overload(name), _OF_HALVES.get(name)))
+        with torch.autocast("cpu", dtype=dtype):
+            yield
+    finally:
+        library._destroy()
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _casting(operator: Any) -> Callable[..., Any]:
+    """Return the operator, on what it reads of 16 bits in float32."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_autocast_of_cpu():
+            return operator(*(_long(each) for each in args), **{name: _long(each) for name, each in kwargs.items()})
+
+    return run
+
+
+def _asking(operator: Any, of_halves: Any | None) -> Callable[..., Any]:
+    """Return the operator, asked for float32 where it reads 16 bits and nothing else is asked for."""
+
+    def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with without_autocast_of_cpu():
+            if first.dtype not in _SHORT or kwargs.get("dtype") is not None:
+                return operator(first, *args, **kwargs)
+            if of_halves is not None and first.dtype == torch.float16:
+                return of_halves(first, args[0] if args else kwargs["dim"], True)
+            return operator(first, *args, **{**kwargs, "dtype": torch.float32})
+
+    return run
+
+
+def _long(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _SHORT else value
