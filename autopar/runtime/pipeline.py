@@ -19,7 +19,7 @@ from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Event
 from autopar.runtime import stop_notes
 from autopar.runtime.backend_words import plainly
-from autopar.runtime.borrowing import Lent, form_of, loans
+from autopar.runtime.borrowing import Loans, form_of, loans, returns
 from autopar.runtime.errors import (
     CollectiveError,
     PeerLostError,
@@ -159,8 +159,8 @@ class StagedBound:
         known = {*self._tables, *self._constants, *self._inputs, *self.program.staged.total_names}
         self._absent = sorted(wanted - known)
         states = {start.name: start.target for start in self.program.placeholders if start.kind in _STATES}
-        changed = {name for stage in stages for name in stage.mutated}
-        fixed = [name for name in self._absent if name in changed or name not in states]
+        self._changed = sorted({name for stage in stages for name in stage.mutated})
+        fixed = [name for name in self._absent if name not in states]
         if fixed:
             raise RuntimeError(f"this rank's stages take {fixed}, which are not on it: a fault of this compiler")
         if self._absent and self._loss is not None:
@@ -209,21 +209,23 @@ class StagedBound:
             graded_inputs=[start.name for start in self._graded_inputs],
             one=self._unit_tangent(),
             joined=staged.joined,
-            lent=self._loans(),
+            loans=self._loans(),
         )
 
-    def _loans(self) -> tuple[Lent, ...]:
-        """Learn from all ranks what evaluation needs of other pipeline ranks."""
-        lacks = self._pipeline.ranks.gather(self._absent)
-        if not any(lacks):
-            return ()
-        asked = {name for names in lacks for name in names}
+    def _loans(self) -> Loans:
+        """Learn from all ranks what evaluation needs of other pipeline ranks, and changes there."""
+        told = self._pipeline.ranks.gather((self._absent, self._changed))
+        lacks, changes = [absent for absent, _ in told], [changed for _, changed in told]
+        asked = {name for names in (*lacks, *changes) for name in names}
+        if not asked or self._pipeline.depth == 1:
+            return Loans()
         mine = {
             name: form_of(table[key], self._rooms.get(name))
             for name, (table, key) in self._tables.items()
             if name in asked
         }
-        return loans(self._pipeline, lacks, self._pipeline.ranks.gather(mine))
+        held = self._pipeline.ranks.gather(mine)
+        return Loans(loans(self._pipeline, lacks, held), returns(self._pipeline, changes, held))
 
     def _unit_tangent(self) -> torch.Tensor | None:
         meta = None if self._loss is None else self.program.outputs[self._loss].meta

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from autopar._torch import local_of
 from autopar.ir.schedule import Action
 from autopar.ir.timeline import COMPUTE_STREAM, Event
-from autopar.runtime.borrowing import Lent
+from autopar.runtime.borrowing import Loans
 from autopar.runtime.errors import group_lost
 from autopar.runtime.joining import JOIN
 from autopar.runtime.messages import Mailbox
@@ -95,7 +95,7 @@ class Sources:
     joined: Mapping[str, str] = field(default_factory=dict)
     """Buffers whose new value is made of what micro-batches give for it, and by which reduction."""
 
-    lent: Sequence[Lent] = ()
+    loans: Loans = field(default_factory=Loans)
     """What evaluation takes of other pipeline ranks, or gives them."""
 
 
@@ -198,11 +198,9 @@ class Step:
     def _borrow(self) -> None:
         """Get what this step needs of other pipeline ranks, and give them what they need."""
         if self._way.trains:
-            return
-        for each in self._sources.lent:
-            got = each.borrow(self._held, self._pipeline)
-            if got is not None:
-                self._borrowed[each.name] = got
+            self._pipeline.lent.clear()
+        else:
+            self._borrowed = self._sources.loans.borrow(self._held, self._pipeline)
 
     def _add_up(self) -> None:
         totals = self._sources.totals
@@ -238,9 +236,18 @@ class Step:
 
     def _mutate(self) -> None:
         """Give buffers their new values, once: every micro-batch reads what they were when the step began."""
-        for name, (_, new) in self._mutations.items():
-            table, key = self._sources.tables[name]
-            local_of(table[key]).copy_(new)
+        loans = self._sources.loans
+        made = {name: new for name, (_, new) in self._mutations.items()}
+        for name, new in made.items():
+            if name in self._sources.tables:
+                self._put(name, new)
+            elif name not in loans.returned:
+                raise RuntimeError(f"{name} has a new value here, which no rank takes: a fault of this compiler")
+        loans.give_back(made, self._put, self._pipeline)
+
+    def _put(self, name: str, new: torch.Tensor) -> None:
+        table, key = self._sources.tables[name]
+        local_of(table[key]).copy_(new)
 
     def _add_input(self, name: str, microbatch: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of an input, of which a micro-batch may have its rows."""
