@@ -111,7 +111,8 @@ def leave_metrics(
     totals = [node for node in joint.graph.nodes if node not in left and any(user in left for user in node.users)]
     for number, node in enumerate(each for each in totals if each not in have):
         have[node] = f"{outputs[gone[0]].name}.total{number}"
-        made.append((Output("output", have[node], reference(node)), node))
+        given_back = _returned(joint.graph, node, next(user for user in node.users if user in left))
+        made.append((Output("output", have[node], reference(given_back)), given_back))
     numbers = {each.name: number for number, each in enumerate(o for o, _ in made if o.kind == "output")}
     metrics = Metrics(
         program=_program(joint, left, totals, [given[at] for at in gone]),
@@ -155,14 +156,19 @@ def _left(graph: fx.Graph, needed: Collection[fx.Node], batch: int) -> set[fx.No
     return left | {node for node in numbers if node.users and all(user in left for user in node.users)}
 
 
+def _returned(graph: fx.Graph, node: fx.Node, reader: fx.Node) -> fx.Node:
+    """Return what the program returns for a value: of an input a copy, as for inputs that the model returns itself."""
+    if node.op != "placeholder":
+        return node
+    with graph.inserting_before(reader):
+        made = graph.call_function(torch.ops.aten.clone.default, (node,))
+    made.meta = {**reader.meta, "val": node.meta["val"].clone()}
+    return made
+
+
 def _is_source(node: fx.Node, of_batch: Collection[fx.Node]) -> bool:
-    """Return whether a metric may be made of a value: every rank gets it whole."""
-    return (
-        node.op == "call_function"
-        and node in of_batch
-        and isinstance(node.meta["val"], torch.Tensor)
-        and _is_small(node)
-    )
+    """Return whether a metric may be made of a value or an input: every rank gets it whole."""
+    return node in of_batch and isinstance(node.meta["val"], torch.Tensor) and _is_small(node)
 
 
 def _has_rows(node: fx.Node, batch: int) -> bool:
