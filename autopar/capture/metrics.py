@@ -41,8 +41,13 @@ _RELAID = frozenset(
 )  # fmt: skip
 """The same elements, laid out anew."""
 
-_ADDED = frozenset(getattr(torch.ops.aten, name) for name in ("sum", "mean", "amax", "amin", "count_nonzero"))
-"""Reductions of samples for which micro-batches give terms."""
+_ADDED = frozenset(getattr(torch.ops.aten, name) for name in ("sum", "mean", "count_nonzero"))
+"""Reductions of samples to sums, of which micro-batches give terms."""
+
+_EXTREME = frozenset(
+    {torch.ops.aten.amax.default, torch.ops.aten.amin.default, torch.ops.aten.max.default, torch.ops.aten.min.default}
+)
+"""Reductions of samples to what is the largest, or least, of terms: nothing but copies is the same of these."""
 
 _PICKED = frozenset({torch.ops.aten.select, torch.ops.aten.slice})
 _ORDERED = frozenset(
@@ -144,13 +149,18 @@ def _left(graph: fx.Graph, needed: Collection[fx.Node], batch: int) -> set[fx.No
             able.discard(node)  # something that stays reads it
     left: set[fx.Node] = set()
     joined: set[fx.Node] = set()
+    extreme: set[fx.Node] = set()
     for node in graph.nodes:
         read = node.all_input_nodes
         if any(each in joined for each in read) or (node in of_batch and _joins_rows(node, batch)):
             joined.add(node)
+        is_extreme = node in of_batch and node.target in _EXTREME and not _has_rows(node, batch)
+        if is_extreme or any(each in extreme for each in read):
+            extreme.add(node)
         if node not in able or not read:
             continue
-        if any(each in left for each in read) or _needs_whole(node, joined, batch):
+        of_extremes = any(each in extreme for each in read) and not _is_copy(node)
+        if of_extremes or any(each in left for each in read) or _needs_whole(node, joined, batch):
             left.add(node)
     numbers = (node for node in able if not node.all_input_nodes)
     return left | {node for node in numbers if node.users and all(user in left for user in node.users)}
@@ -195,7 +205,13 @@ def _needs_whole(node: fx.Node, joined: Collection[fx.Node], batch: int) -> bool
         return mixes or any(each in joined for each in node.all_input_nodes)
     if packet in _PICKED:
         return _works_along_rows(node, batch)
-    return packet not in _ADDED and packet not in _RELAID
+    return packet not in _ADDED and packet not in _RELAID and node.target not in _EXTREME
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Return whether a node has the elements of what it reads, of the same type."""
+    same = {each.dtype for each in (*_values(node), *_values(node.all_input_nodes[0]))}
+    return getattr(node.target, "overloadpacket", None) in _RELAID and len(same) == 1
 
 
 def _works_along_rows(node: fx.Node, batch: int) -> bool:

@@ -65,6 +65,9 @@ RETURNED: dict[str, Made] = {
     "median": lambda x, y, loss: x.amax((1, 2)).median(),
     "explained": lambda x, y, loss: 1 - (x.mean((1, 2)) - y[:, 0]).var() / y[:, 0].float().var(),
     "of inputs alone": lambda x, y, loss: y.median(),
+    "range": lambda x, y, loss: x.max() - x.min(),
+    "mean of the largest": lambda x, y, loss: x.amax((0, 1)).mean(),
+    "mean of the largest, flat": lambda x, y, loss: x.flatten(0, 1).amax(0).mean(),
     "an input": lambda x, y, loss: y,
     "a part of an input": lambda x, y, loss: {"labels": y, "first": y[:, 0], "both": (y, y)},
     "covariance": lambda x, y, loss: (x.mean((1, 2)) - x.mean()) @ (x.amax((1, 2)) - x.amax((1, 2)).mean()) / 11,
@@ -123,6 +126,7 @@ LARGE: dict[str, Made] = {
     "any": lambda x, y, loss: (x.repeat(1, 1, 200) > 3).any(),
     "all": lambda x, y, loss: (x.repeat(1, 1, 200) > -9).all(0),
     "norm": lambda x, y, loss: x.repeat(1, 1, 200).norm(),
+    "range": lambda x, y, loss: x.repeat(1, 1, 200).max() - x.repeat(1, 1, 200).min(),
     "largest norm": lambda x, y, loss: torch.linalg.vector_norm(x.repeat(1, 1, 200), ord=float("inf")),
 }
 """Of 36000 elements, which not every rank is to have."""
