@@ -89,7 +89,7 @@ def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, 
             return True  # and of what has a row for each sample, no more
     if have == need or isinstance(have, Replicate):
         return False  # a part of what is the same for all; whether it is that, the rewriter checks
-    return not (have == Partial() and isinstance(need, Replicate) and ref.op in counted)
+    return not (isinstance(have, Partial) and isinstance(need, Replicate) and ref.op in counted)
 
 
 @once_per_graph

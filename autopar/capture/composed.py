@@ -2,8 +2,11 @@
 
     logits.std()        →        a mean and a variance for each sample, and the whole batch's of these
 
-Only for what a model returns and trains nothing on: its second step is a metric, computed after a step in
-micro-batches (`metrics`), which takes small values alone.
+So for what a model returns and trains nothing on: its second step is a metric, computed after a step in micro-batches
+(`metrics`), which takes small values alone. What inputs alone decide is summed before the first micro-batch, and may be
+read by what is trained:
+
+    advantages.std()    →        the root of the mean square of what they differ from their mean
 """
 
 from __future__ import annotations
@@ -28,16 +31,19 @@ _NORMS = frozenset({1, 2, math.inf, -math.inf})
 """Orders of norms that are the norm of norms."""
 
 
-def compose_reductions(graph: fx.Graph, of_batch: Collection[fx.Node], needed: Collection[fx.Node], small: int) -> int:
-    """Replace reductions over the first and other dimensions of values of more than `small` elements.
+def compose_reductions(
+    graph: fx.Graph, of_batch: Collection[fx.Node], needed: Collection[fx.Node], given: Collection[fx.Node], small: int
+) -> int:
+    """Replace reductions over the first and other dimensions; return how many.
 
-    Only of nodes `of_batch` that are not `needed` for what is trained; return how many.
+    Only of nodes `of_batch`: those not `needed` for what is trained, of values of more than `small` elements, and those
+    needed that only what is `given` decides.
     """
     changed = 0
     for node in list(graph.nodes):
-        if node.op != "call_function" or node in needed or node not in of_batch:
+        if node.op != "call_function" or node not in of_batch or (node in needed and node not in given):
             continue
-        made = _composed(graph, node, small)
+        made = _composed(graph, node, 0 if node in needed else small, small)
         if made is None:
             continue
         if isinstance(made, tuple):
@@ -51,8 +57,8 @@ def compose_reductions(graph: fx.Graph, of_batch: Collection[fx.Node], needed: C
     return changed
 
 
-def _composed(graph: fx.Graph, node: fx.Node, small: int) -> fx.Node | tuple[fx.Node, ...] | None:
-    """Return what takes a node's place; `None` to leave it."""
+def _composed(graph: fx.Graph, node: fx.Node, above: int, small: int) -> fx.Node | tuple[fx.Node, ...] | None:
+    """Return what takes a node's place; `None` to leave it, as that of no more elements than `above`."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
@@ -64,13 +70,15 @@ def _composed(graph: fx.Graph, node: fx.Node, small: int) -> fx.Node | tuple[fx.
     value = source.meta["val"]
     dims = _dims(given.get("dim"), value.dim())
     others = [dim for dim in dims if dim]
-    is_reduced = 0 in dims and value.numel() > small
+    is_reduced = 0 in dims and value.numel() > above
     if not is_reduced or value.is_complex():
         return None
     make = _Maker(graph, node)
     with graph.inserting_before(node):
         if name in _COUNTED:
             return make.counted(name, source, dims, keepdim=given.get("keepdim", False))
+        if not above:
+            return None if name == "linalg_vector_norm" else make.around_mean(name, source, dims, given)
         rest = value.numel() // math.prod(value.shape[dim] for dim in others)
         if not others or rest > small:
             return None
@@ -120,21 +128,45 @@ class _Maker:
         self, name: str, source: fx.Node, dims: list[int], others: list[int], given: dict[str, Any]
     ) -> fx.Node | tuple[fx.Node, ...]:
         """Return a variance or standard deviation: within samples, and of the samples' means."""
-        is_root, with_mean = _SPREADS[name]
-        value, keep = source.meta["val"], given["keepdim"]
-        correction = 1 if given["correction"] is None else given["correction"]
-        count = math.prod(value.shape[dim] for dim in dims)
-        wide = self(_ATEN._to_copy.default, source, dtype=torch.float32) if value.dtype in _HALVES else source
+        keep, wide = given["keepdim"], self._wide(source)
         within = self(_ATEN.var.correction, wide, others, correction=0, keepdim=True)
         means = self(_ATEN.mean.dim, wide, others, True)
         among = self(_ATEN.var.correction, means, dims, correction=0, keepdim=keep)
         whole = self(_ATEN.add.Tensor, self(_ATEN.mean.dim, within, dims, keep), among)
+        return self._finished(name, source, dims, given, whole, lambda: self(_ATEN.mean.dim, means, dims, keep))
+
+    def around_mean(
+        self, name: str, source: fx.Node, dims: list[int], given: dict[str, Any]
+    ) -> fx.Node | tuple[fx.Node, ...]:
+        """Return a variance or standard deviation: the mean first, then the squares around it."""
+        keep, wide = given["keepdim"], self._wide(source)
+        around = self(_ATEN.sub.Tensor, wide, self(_ATEN.mean.dim, wide, dims, True))
+        squares = self(_ATEN.mean.dim, self(_ATEN.mul.Tensor, around, around), dims, keep)
+        return self._finished(name, source, dims, given, squares, lambda: self(_ATEN.mean.dim, wide, dims, keep))
+
+    def _wide(self, source: fx.Node) -> fx.Node:
+        halves = source.meta["val"].dtype in _HALVES
+        return self(_ATEN._to_copy.default, source, dtype=torch.float32) if halves else source
+
+    def _finished(
+        self,
+        name: str,
+        source: fx.Node,
+        dims: list[int],
+        given: dict[str, Any],
+        squares: fx.Node,
+        mean: Callable[[], fx.Node],
+    ) -> fx.Node | tuple[fx.Node, ...]:
+        """Return what the operator makes, from the mean square around the mean."""
+        is_root, with_mean = _SPREADS[name]
+        value = source.meta["val"]
+        correction = 1 if given["correction"] is None else given["correction"]
+        count = math.prod(value.shape[dim] for dim in dims)
         # As torch has it, of fewer elements than the correction it is not a number.
-        scale = count / (count - correction) if count > correction else math.nan
-        found = self(_ATEN.mul.Tensor, whole, scale)
+        found = self(_ATEN.mul.Tensor, squares, count / (count - correction) if count > correction else math.nan)
         if is_root:
             found = self(_ATEN.sqrt.default, found)
-        made = (found, self(_ATEN.mean.dim, means, dims, keep)) if with_mean else (found,)
+        made = (found, mean()) if with_mean else (found,)
         if value.dtype in _HALVES:
             made = tuple(self(_ATEN._to_copy.default, each, dtype=value.dtype) for each in made)
         return made if with_mean else made[0]

@@ -47,7 +47,7 @@ from autopar.runtime.program import Start
 from autopar.runtime.routes import forward_only, routes
 from autopar.runtime.seeds import Seeds
 from autopar.runtime.stage_run import StageRun, Take
-from autopar.runtime.staged_program import PipelinedProgram
+from autopar.runtime.staged_program import PipelinedProgram, read_by_totals
 from autopar.runtime.step import Backend, rebuilder
 from autopar.runtime.whole import whole
 from autopar.warning import warn
@@ -136,9 +136,7 @@ class StagedBound:
         """Note where the tensors of parameters, buffers and constants come from."""
         stages = [stage for way in self._ways.values() for stage in way.stages.values()]
         wanted = {name for stage in stages for name in (*stage.starts, *stage.mutated)}
-        totals = self.program.staged.totals
-        if totals is not None and not wanted.isdisjoint(self.program.staged.total_names):
-            wanted |= {str(node.target) for node in totals.graph.find_nodes(op="placeholder")}
+        wanted |= read_by_totals(self.program.staged, wanted)
         held = {slot.name: slot for slot in slots(model)}
         self._tables: dict[str, tuple[dict[str, Any], str]] = {}
         self._constants: dict[str, torch.Tensor] = {}
@@ -156,7 +154,8 @@ class StagedBound:
                     self._parameters.append(start)
         rooms = {name: room_of(table[key]) for name, (table, key) in self._tables.items()}
         self._rooms = {name: room for name, room in rooms.items() if room is not None}
-        known = {*self._tables, *self._constants, *self._inputs, *self.program.staged.total_names}
+        sums = {name for each in self.program.staged.totals for name in each.names}
+        known = {*self._tables, *self._constants, *self._inputs, *sums}
         self._absent = sorted(wanted - known)
         states = {start.name: start.target for start in self.program.placeholders if start.kind in _STATES}
         self._changed = sorted({name for stage in stages for name in stage.mutated})
@@ -189,12 +188,14 @@ class StagedBound:
         self._graded = [start for start in self._parameters if start.name in own]
         self._graded_inputs = [s for s in program.placeholders if s.kind == "input" and s.name in self._trained]
         draws = any(drawn for _, _, drawn in told)
-        totals = None
         taken = {name for stage in self._ways[False].stages.values() for name in stage.starts}
         taken |= {name for stage in self._ways[max(self._ways)].stages.values() for name in stage.starts}
-        if staged.totals is not None and taken & set(staged.total_names):
-            names = [str(node.target) for node in staged.totals.graph.find_nodes(op="placeholder")]
-            totals = Totals(self._compiled(staged.totals), names, staged.total_names)
+        needed = any(not taken.isdisjoint(each.names) for each in staged.totals)
+        totals = [
+            Totals(self._compiled(each.program), each.takes, each.names, each.reduces)
+            for each in staged.totals
+            if needed
+        ]
         return Sources(
             microbatches=program.schedule.microbatches,
             inputs=self._inputs,

@@ -59,6 +59,7 @@ class Totals:
     run: Callable[[list[Any]], Sequence[torch.Tensor]]
     takes: Sequence[str]
     names: Sequence[str]
+    reduces: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Sources:
     """Of padded parameters that do not fill theirs."""
 
     constants: Mapping[str, torch.Tensor]
-    totals: Totals | None
+    totals: Sequence[Totals]
+    """In turn: one may take the sums of those before it."""
+
     seeding: Seeding | None
     seeds: Seeds | None
     outputs: Outputs
@@ -203,13 +206,12 @@ class Step:
             self._borrowed = self._sources.loans.borrow(self._held, self._pipeline)
 
     def _add_up(self) -> None:
-        totals = self._sources.totals
-        if totals is None:
-            return
-        for microbatch in range(self._sources.microbatches):
-            made = totals.run([self._lookup(name, microbatch) for name in totals.takes])
-            for name, term in zip(totals.names, made, strict=True):
-                self._totals[name] = self._totals[name] + term if name in self._totals else term
+        for totals in self._sources.totals:
+            for microbatch in range(self._sources.microbatches):
+                made = totals.run([self._lookup(name, microbatch) for name in totals.takes])
+                for name, reduce, term in zip(totals.names, totals.reduces, made, strict=True):
+                    held = self._totals.get(name)
+                    self._totals[name] = term if held is None else JOIN[reduce](held, term)
 
     def _take(self, action: Action, made: Made) -> None:
         """Put away what an action made for the model and its user."""
