@@ -48,7 +48,7 @@ def compose_reductions(
             continue
         if isinstance(made, tuple):
             for user in list(node.users):
-                user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]
+                user.replace_all_uses_with(made[user.args[1]])
                 graph.erase_node(user)
         else:
             node.replace_all_uses_with(made)
@@ -166,7 +166,7 @@ class _Maker:
         found = self(_ATEN.mul.Tensor, squares, count / (count - correction) if count > correction else math.nan)
         if is_root:
             found = self(_ATEN.sqrt.default, found)
-        made = (found, mean()) if with_mean else (found,)
+        made: tuple[fx.Node, ...] = (found, mean()) if with_mean else (found,)
         if value.dtype in _HALVES:
             made = tuple(self(_ATEN._to_copy.default, each, dtype=value.dtype) for each in made)
         return made if with_mean else made[0]

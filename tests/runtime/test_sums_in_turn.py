@@ -45,7 +45,7 @@ KINDS: dict[str, Weight] = {
     "standardised by hand": lambda w: (w - w.mean()) / (w - w.mean()).square().mean().sqrt(),
     "advantages": lambda w: (w - w.mean()) / (w.std() + 1e-8),
     "three in turn": lambda w: w / ((w - w.mean()) / w.std()).abs().mean(),
-    "both at once": lambda w: (lambda spread, mean: (w - mean) / spread)(*torch.var_mean(w, correction=0)),
+    "both at once": lambda w: w * torch.stack(torch.var_mean(w, correction=0)).sum(),
     "largest": lambda w: w / w.max(),
     "softmax": lambda w: (w - w.max()).exp() / (w - w.max()).exp().sum(),
     "if any": lambda w: torch.where((w > 2).any(), w, -w),
