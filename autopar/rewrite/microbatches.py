@@ -91,16 +91,20 @@ def _settle(gm: fx.GraphModule, graph: Graph) -> tuple[Totals, ...]:
         with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
             start = gm.graph.placeholder(name)
         start.meta = {"val": node.meta["val"], "autopar": Mark(name, "forward")}
-        node.replace_all_uses_with(start)
+        for user in list(node.users):
+            # Whoever runs the program adds up what it returns, as where nothing else reads it.
+            user.replace_input_with(node, node.all_input_nodes[0] if _is_returned(user) else start)
         gm.graph.erase_node(node)
     return totals
 
 
 def _is_result(node: fx.Node) -> bool:
     """Return whether nothing but the program's caller reads a value, moved or not."""
-    return all(
-        user.op == "output" or (role(user) in {"move", "start", "wait"} and _is_result(user)) for user in node.users
-    )
+    return all(map(_is_returned, node.users))
+
+
+def _is_returned(user: fx.Node) -> bool:
+    return user.op == "output" or (role(user) in {"move", "start", "wait"} and _is_result(user))
 
 
 def _is_given(node: fx.Node, graph: Graph) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,9 @@ KINDS: dict[str, Weight] = {
     "both at once": lambda w: w * torch.stack(torch.var_mean(w, correction=0)).sum(),
     "largest": lambda w: w / w.max(),
     "softmax": lambda w: (w - w.max()).exp() / (w - w.max()).exp().sum(),
+    "balanced": lambda w: w * (torch.stack([w > 0, w < 1], 1).sum(0).clamp(min=1) / 12).sqrt().sum(),
+    "of two columns": lambda w: (w[:, None] ** torch.arange(1, 3) / (w[:, None] ** torch.arange(1, 3)).std(0)).sum(1),
+    "between least and largest": lambda w: (w - w.amin(0)) / (w.amax(0) - w.amin(0)),
     "if any": lambda w: torch.where((w > 2).any(), w, -w),
     "if all": lambda w: torch.where((w > 2).all(), w, -w),
     "clipped": lambda w: w.clamp(max=w.mean() + w.std()),
@@ -88,3 +92,33 @@ def test_sums_in_turn_on_stages(pool: RankPool, name: str):
 
 def test_sums_in_turn_of_parts_of_micro_batches(pool: RankPool):
     pool.values(train, "three in turn", "cpu:2", {"dp_replicate": 2, "microbatch": 3})
+
+
+class Scaled(nn.Module):
+    """Averages its inputs in buffers, computes with what these are then, and weighs the loss by a sum of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("middle", torch.zeros(4))
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        self.middle.lerp_(x.mean(0), 0.1)
+        self.size.lerp_(x.square().mean(), 0.1)
+        x = (x - self.middle) * self.size
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - y).square().mean() * y.abs().mean()
+
+
+def test_a_buffer_that_is_read_after_the_batch_was_added_up_in_it_has_its_sum_once():
+    torch.manual_seed(0)
+    model = Scaled().double()
+    batches = torch.randn(3, 2, 12, 4, dtype=torch.float64)
+    compiled = autopar.compile(copy.deepcopy(model), "cpu:1", example_inputs=tuple(batches[0]), fix={"microbatch": 4})
+
+    for batch in batches:
+        torch.testing.assert_close(compiled(*batch), model(*batch), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dict(compiled.named_buffers()), dict(model.named_buffers()), rtol=1e-12, atol=1e-12)
