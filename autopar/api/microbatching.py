@@ -11,6 +11,7 @@ from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.search.meshes import DATA, Candidate
 from autopar.search.trials import settled
+from autopar.strategies.in_time import of_inputs_alone
 
 _COUNTED_FIRST = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 """Operators whose own sum over the batch is of inputs alone: it is made before the first micro-batch runs."""
@@ -39,7 +40,7 @@ def require_splittable(
         InfeasibleError: an operator does, with what it is.
     """
     along = {name: found[0].axes[0] for name, found in options.items()}
-    counted = _of_inputs_alone(graph)
+    counted = of_inputs_alone(graph)
     ruleless = {op.target for op in unknown}
     for op in _kinds(graph):
         mine = along[graph.representative(op.name)]
@@ -70,7 +71,7 @@ def require_splittable(
 @once_per_graph
 def _kinds(graph: Graph) -> tuple[Op, ...]:
     """Return the operators, of those that share their decisions and read from such one only."""
-    counted = _of_inputs_alone(graph)
+    counted = of_inputs_alone(graph)
     found: dict[object, Op] = {}
     for op in graph.ops:
         reads = tuple((graph.representative(ref.op), ref.index, ref.op in counted) for ref in op.refs)
@@ -89,19 +90,7 @@ def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, 
             return True  # and of what has a row for each sample, no more
     if have == need or isinstance(have, Replicate):
         return False  # a part of what is the same for all; whether it is that, the rewriter checks
-    return not (have == Partial() and isinstance(need, Replicate) and ref.op in counted)
-
-
-@once_per_graph
-def _of_inputs_alone(graph: Graph) -> frozenset[str]:
-    """Return the operators that depend on inputs, constants and buffers only."""
-    found: set[str] = set()
-    for op in graph.ops:
-        if op.kind in {"input", "constant", "buffer"} or (
-            op.kind == "call" and all(ref.op in found for ref in op.refs)
-        ):
-            found.add(op.name)
-    return frozenset(found)
+    return not (isinstance(have, Partial) and isinstance(need, Replicate) and ref.op in counted)
 
 
 def _buffer_alone(graph: Graph, op: Op) -> str | None:

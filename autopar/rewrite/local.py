@@ -65,7 +65,7 @@ def localised(
     *,
     split: Collection[str] = (),
     device: str = "cpu",
-) -> tuple[fx.GraphModule, Totals | None]:
+) -> tuple[fx.GraphModule, tuple[Totals, ...]]:
     """Return `rank`'s program for one micro-batch, forward and backward together, and what is summed over all first.
 
     Its placeholders are those of `joint` on the shapes of a micro-batch, then those of the sums; its results are beside

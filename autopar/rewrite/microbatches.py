@@ -38,19 +38,25 @@ TOTAL = "total_over_microbatches"
 
 @dataclass(frozen=True)
 class Totals:
-    """What is summed over all micro-batches before the first runs."""
+    """What is summed over all micro-batches before the first runs: one of several such programs, in turn.
+
+    The mean of a batch's weights is one, and what they deviate from it on average is one that takes the first.
+    """
 
     program: fx.GraphModule
     """Takes `takes` of one micro-batch, returns its terms."""
 
     takes: tuple[str, ...]
-    """Names of placeholders of the captured program, in the program's order."""
+    """Names of placeholders of the captured program, and of earlier sums, in the program's order."""
 
     names: tuple[str, ...]
     """Placeholders of the micro-batch program that take the sums, in the order of the terms."""
 
+    reduces: tuple[str, ...]
+    """How the terms of each are joined: `sum`, `max` or `min`."""
 
-def settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
+
+def settle(gm: fx.GraphModule, graph: Graph) -> tuple[Totals, ...]:
     """Replace every mark in the program by its term or by a placeholder for the sum; return how those sums are made.
 
     Raises:
@@ -65,7 +71,7 @@ def settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
     return totals
 
 
-def _settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
+def _settle(gm: fx.GraphModule, graph: Graph) -> tuple[Totals, ...]:
     wanted: list[fx.Node] = []
     for node in gm.graph.find_nodes(op="call_function", target=over_microbatches):
         if _is_result(node):
@@ -73,52 +79,65 @@ def _settle(gm: fx.GraphModule, graph: Graph) -> Totals | None:
             gm.graph.erase_node(node)
         else:
             wanted.append(node)
-    if not wanted:
-        return None
     for node in wanted:
-        reduce = node.meta.get("reduce", "sum")
-        if reduce != "sum":
-            raise RewriteError(f"{mark(node).moves or mark(node).origin} needs the {reduce} over all micro-batches")
         trained = [
             each for each in sorted(ancestors([node])) if each.op == "placeholder" and not _is_given(each, graph)
         ]
         if trained:
             raise RewriteError(f"{mark(node).moves or mark(node).origin} needs all micro-batches at once")
-    totals = _totals(gm, wanted)
-    for node, name in zip(wanted, totals.names, strict=True):
+    names = {node: f"{TOTAL}_{number}" for number, node in enumerate(wanted)}
+    totals = tuple(_totals(gm, each, names) for each in _in_turn(wanted))
+    for node, name in names.items():
         with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
             start = gm.graph.placeholder(name)
         start.meta = {"val": node.meta["val"], "autopar": Mark(name, "forward")}
-        node.replace_all_uses_with(start)
+        for user in list(node.users):
+            # Whoever runs the program adds up what it returns, as where nothing else reads it.
+            user.replace_input_with(node, node.all_input_nodes[0] if _is_returned(user) else start)
         gm.graph.erase_node(node)
     return totals
 
 
 def _is_result(node: fx.Node) -> bool:
     """Return whether nothing but the program's caller reads a value, moved or not."""
-    return all(
-        user.op == "output" or (role(user) in {"move", "start", "wait"} and _is_result(user)) for user in node.users
-    )
+    return all(map(_is_returned, node.users))
+
+
+def _is_returned(user: fx.Node) -> bool:
+    return user.op == "output" or (role(user) in {"move", "start", "wait"} and _is_result(user))
 
 
 def _is_given(node: fx.Node, graph: Graph) -> bool:
     return graph.by_name[node.name].kind in {"input", "constant", "buffer"}
 
 
-def _totals(gm: fx.GraphModule, wanted: list[fx.Node]) -> Totals:
+def _in_turn(wanted: list[fx.Node]) -> list[list[fx.Node]]:
+    """Return the marks whose sums may be made at once, those behind sums that they read."""
+    turn: dict[fx.Node, int] = {}
+    for node in wanted:
+        turn[node] = 1 + max((turn[each] for each in ancestors([node]) if each in turn), default=-1)
+    return [[node for node in wanted if turn[node] == number] for number in range(max(turn.values(), default=-1) + 1)]
+
+
+def _totals(gm: fx.GraphModule, wanted: list[fx.Node], names: Mapping[fx.Node, str]) -> Totals:
+    """Return the program of some marks' terms, in which earlier ones stand for their sums."""
     terms = [node.all_input_nodes[0] for node in wanted]
-    needed = sorted(ancestors(terms))
+    needed = sorted(ancestors(terms, (over_microbatches,)))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in needed:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.op == "placeholder":
-            copies[node].target = node.name
+    takes = []
+    # A mark that is left here is one of those wanted: what is only returned has none by now.
+    for node in sorted(needed, key=lambda each: each.op != "placeholder" and each not in names):
+        if node.op == "placeholder" or node in names:
+            takes.append(names.get(node, node.name))
+            copies[node] = graph.placeholder(takes[-1])
+            copies[node].meta = dict(node.meta)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[term] for term in terms))
     graph.lint()
-    takes = tuple(node.name for node in needed if node.op == "placeholder")
-    names = tuple(f"{TOTAL}_{number}" for number in range(len(wanted)))
-    return Totals(LazyGraphModule(gm, graph), takes, names)
+    reduces = tuple(node.meta.get("reduce", "sum") for node in wanted)
+    return Totals(LazyGraphModule(gm, graph), tuple(takes), tuple(names[node] for node in wanted), reduces)
 
 
 @dataclass(frozen=True, slots=True)

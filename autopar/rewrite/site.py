@@ -76,7 +76,9 @@ class Site:
         The axis name stands for the process group; the runtime puts the group's name there.
         """
         if self.mesh.axes[axis].in_time:
-            return self.call(over_microbatches, value)
+            joined = self.call(over_microbatches, value)
+            joined.meta["reduce"] = reduce
+            return joined
         self.issued.append(("all_reduce", axis, reduce))
         started = self.call(torch.ops._c10d_functional.all_reduce.default, value, reduce, self.mesh.axes[axis].name)
         return self.call(torch.ops._c10d_functional.wait_tensor.default, started)

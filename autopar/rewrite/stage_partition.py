@@ -63,8 +63,7 @@ def rewrite_stages(
     in_time = decisions.outputs_in_time
     return replace(
         made,
-        totals=totals.program if totals is not None else None,
-        total_names=totals.names if totals is not None else (),
+        totals=totals,
         outputs=tuple((name, in_time.get(name, placed)) for name, placed in made.outputs),
         joined=dict(_joined_buffers(graph, decisions)),
         dropped=decisions.outputs_dropped,

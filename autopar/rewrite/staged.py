@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar.ir.graph import Phase
 from autopar.ir.placement import Placement
+from autopar.rewrite.microbatches import Totals
 from autopar.rewrite.programs import Seeding
 
 ItemKind = Literal["start", "value", "output", "mutation", "tangent", "gradient"]
@@ -107,8 +108,9 @@ class StagedPrograms:
     stage_of: Mapping[str, int]
     """First stage that holds a parameter or buffer, by operator."""
 
-    totals: fx.GraphModule | None = None
-    total_names: tuple[str, ...] = ()
+    totals: tuple[Totals, ...] = ()
+    """What is summed over micro-batches before the first runs, one program after another."""
+
     outputs: tuple[tuple[str, Placement], ...] = ()
     """Where each of the micro-batches' outputs lies along time: terms of the step's, its rows, or all alike."""
 

@@ -19,7 +19,7 @@ from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Event
 from autopar.runtime import stop_notes
 from autopar.runtime.backend_words import plainly
-from autopar.runtime.borrowing import Lent, form_of, loans
+from autopar.runtime.borrowing import Loans, form_of, loans, returns
 from autopar.runtime.errors import (
     CollectiveError,
     PeerLostError,
@@ -47,7 +47,7 @@ from autopar.runtime.program import Start
 from autopar.runtime.routes import forward_only, routes
 from autopar.runtime.seeds import Seeds
 from autopar.runtime.stage_run import StageRun, Take
-from autopar.runtime.staged_program import PipelinedProgram
+from autopar.runtime.staged_program import PipelinedProgram, read_by_totals
 from autopar.runtime.step import Backend, rebuilder
 from autopar.runtime.whole import whole
 from autopar.warning import warn
@@ -136,9 +136,7 @@ class StagedBound:
         """Note where the tensors of parameters, buffers and constants come from."""
         stages = [stage for way in self._ways.values() for stage in way.stages.values()]
         wanted = {name for stage in stages for name in (*stage.starts, *stage.mutated)}
-        totals = self.program.staged.totals
-        if totals is not None and not wanted.isdisjoint(self.program.staged.total_names):
-            wanted |= {str(node.target) for node in totals.graph.find_nodes(op="placeholder")}
+        wanted |= read_by_totals(self.program.staged, wanted)
         held = {slot.name: slot for slot in slots(model)}
         self._tables: dict[str, tuple[dict[str, Any], str]] = {}
         self._constants: dict[str, torch.Tensor] = {}
@@ -156,11 +154,12 @@ class StagedBound:
                     self._parameters.append(start)
         rooms = {name: room_of(table[key]) for name, (table, key) in self._tables.items()}
         self._rooms = {name: room for name, room in rooms.items() if room is not None}
-        known = {*self._tables, *self._constants, *self._inputs, *self.program.staged.total_names}
+        sums = {name for each in self.program.staged.totals for name in each.names}
+        known = {*self._tables, *self._constants, *self._inputs, *sums}
         self._absent = sorted(wanted - known)
         states = {start.name: start.target for start in self.program.placeholders if start.kind in _STATES}
-        changed = {name for stage in stages for name in stage.mutated}
-        fixed = [name for name in self._absent if name in changed or name not in states]
+        self._changed = sorted({name for stage in stages for name in stage.mutated})
+        fixed = [name for name in self._absent if name not in states]
         if fixed:
             raise RuntimeError(f"this rank's stages take {fixed}, which are not on it: a fault of this compiler")
         if self._absent and self._loss is not None:
@@ -189,12 +188,14 @@ class StagedBound:
         self._graded = [start for start in self._parameters if start.name in own]
         self._graded_inputs = [s for s in program.placeholders if s.kind == "input" and s.name in self._trained]
         draws = any(drawn for _, _, drawn in told)
-        totals = None
         taken = {name for stage in self._ways[False].stages.values() for name in stage.starts}
         taken |= {name for stage in self._ways[max(self._ways)].stages.values() for name in stage.starts}
-        if staged.totals is not None and taken & set(staged.total_names):
-            names = [str(node.target) for node in staged.totals.graph.find_nodes(op="placeholder")]
-            totals = Totals(self._compiled(staged.totals), names, staged.total_names)
+        needed = any(not taken.isdisjoint(each.names) for each in staged.totals)
+        totals = [
+            Totals(self._compiled(each.program), each.takes, each.names, each.reduces)
+            for each in staged.totals
+            if needed
+        ]
         return Sources(
             microbatches=program.schedule.microbatches,
             inputs=self._inputs,
@@ -209,21 +210,23 @@ class StagedBound:
             graded_inputs=[start.name for start in self._graded_inputs],
             one=self._unit_tangent(),
             joined=staged.joined,
-            lent=self._loans(),
+            loans=self._loans(),
         )
 
-    def _loans(self) -> tuple[Lent, ...]:
-        """Learn from all ranks what evaluation needs of other pipeline ranks."""
-        lacks = self._pipeline.ranks.gather(self._absent)
-        if not any(lacks):
-            return ()
-        asked = {name for names in lacks for name in names}
+    def _loans(self) -> Loans:
+        """Learn from all ranks what evaluation needs of other pipeline ranks, and changes there."""
+        told = self._pipeline.ranks.gather((self._absent, self._changed))
+        lacks, changes = [absent for absent, _ in told], [changed for _, changed in told]
+        asked = {name for names in (*lacks, *changes) for name in names}
+        if not asked or self._pipeline.depth == 1:
+            return Loans()
         mine = {
             name: form_of(table[key], self._rooms.get(name))
             for name, (table, key) in self._tables.items()
             if name in asked
         }
-        return loans(self._pipeline, lacks, self._pipeline.ranks.gather(mine))
+        held = self._pipeline.ranks.gather(mine)
+        return Loans(loans(self._pipeline, lacks, held), returns(self._pipeline, changes, held))
 
     def _unit_tangent(self) -> torch.Tensor | None:
         meta = None if self._loss is None else self.program.outputs[self._loss].meta

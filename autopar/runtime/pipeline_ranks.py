@@ -43,6 +43,9 @@ class PipelineRanks:
     ordered: bool = False
     """Whether messages must be issued in one order on all ranks: all but gloo have no tags to tell them apart."""
 
+    lent: dict[tuple[str, int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+    """What was lent for evaluation since the last step that trained: by name, owner, and who share it."""
+
     _shared: dict[tuple[int, ...], Any] = field(default_factory=dict)
     _met: set[tuple[int, int]] = field(default_factory=set)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from autopar._torch import local_of
 from autopar.ir.schedule import Action
 from autopar.ir.timeline import COMPUTE_STREAM, Event
-from autopar.runtime.borrowing import Lent
+from autopar.runtime.borrowing import Loans
 from autopar.runtime.errors import group_lost
 from autopar.runtime.joining import JOIN
 from autopar.runtime.messages import Mailbox
@@ -59,6 +59,7 @@ class Totals:
     run: Callable[[list[Any]], Sequence[torch.Tensor]]
     takes: Sequence[str]
     names: Sequence[str]
+    reduces: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Sources:
     """Of padded parameters that do not fill theirs."""
 
     constants: Mapping[str, torch.Tensor]
-    totals: Totals | None
+    totals: Sequence[Totals]
+    """In turn: one may take the sums of those before it."""
+
     seeding: Seeding | None
     seeds: Seeds | None
     outputs: Outputs
@@ -95,7 +98,7 @@ class Sources:
     joined: Mapping[str, str] = field(default_factory=dict)
     """Buffers whose new value is made of what micro-batches give for it, and by which reduction."""
 
-    lent: Sequence[Lent] = ()
+    loans: Loans = field(default_factory=Loans)
     """What evaluation takes of other pipeline ranks, or gives them."""
 
 
@@ -198,20 +201,17 @@ class Step:
     def _borrow(self) -> None:
         """Get what this step needs of other pipeline ranks, and give them what they need."""
         if self._way.trains:
-            return
-        for each in self._sources.lent:
-            got = each.borrow(self._held, self._pipeline)
-            if got is not None:
-                self._borrowed[each.name] = got
+            self._pipeline.lent.clear()
+        else:
+            self._borrowed = self._sources.loans.borrow(self._held, self._pipeline)
 
     def _add_up(self) -> None:
-        totals = self._sources.totals
-        if totals is None:
-            return
-        for microbatch in range(self._sources.microbatches):
-            made = totals.run([self._lookup(name, microbatch) for name in totals.takes])
-            for name, term in zip(totals.names, made, strict=True):
-                self._totals[name] = self._totals[name] + term if name in self._totals else term
+        for totals in self._sources.totals:
+            for microbatch in range(self._sources.microbatches):
+                made = totals.run([self._lookup(name, microbatch) for name in totals.takes])
+                for name, reduce, term in zip(totals.names, totals.reduces, made, strict=True):
+                    held = self._totals.get(name)
+                    self._totals[name] = term if held is None else JOIN[reduce](held, term)
 
     def _take(self, action: Action, made: Made) -> None:
         """Put away what an action made for the model and its user."""
@@ -238,9 +238,18 @@ class Step:
 
     def _mutate(self) -> None:
         """Give buffers their new values, once: every micro-batch reads what they were when the step began."""
-        for name, (_, new) in self._mutations.items():
-            table, key = self._sources.tables[name]
-            local_of(table[key]).copy_(new)
+        loans = self._sources.loans
+        made = {name: new for name, (_, new) in self._mutations.items()}
+        for name, new in made.items():
+            if name in self._sources.tables:
+                self._put(name, new)
+            elif name not in loans.returned:
+                raise RuntimeError(f"{name} has a new value here, which no rank takes: a fault of this compiler")
+        loans.give_back(made, self._put, self._pipeline)
+
+    def _put(self, name: str, new: torch.Tensor) -> None:
+        table, key = self._sources.tables[name]
+        local_of(table[key]).copy_(new)
 
     def _add_input(self, name: str, microbatch: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of an input, of which a micro-batch may have its rows."""

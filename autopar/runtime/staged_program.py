@@ -135,6 +135,26 @@ class StageProgram(Protocol):
         """Return the names of its results."""
 
 
+class TotalsProgram(Protocol):
+    """What is summed over micro-batches before the first runs."""
+
+    @property
+    def program(self) -> fx.GraphModule:
+        """Return what makes a micro-batch's terms."""
+
+    @property
+    def takes(self) -> Sequence[str]:
+        """Return the names of its arguments: inputs, buffers and constants, and earlier sums."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of the sums, under which the stages' programs take them as starts."""
+
+    @property
+    def reduces(self) -> Sequence[str]:
+        """Return how the terms of each are joined: by `sum`, `max` or `min`."""
+
+
 class StagedPrograms(Protocol):
     """One rank's stages, and what joins the stages of all ranks."""
 
@@ -155,12 +175,8 @@ class StagedPrograms(Protocol):
         """Return the first stage that uses each parameter and buffer, by its operator's name."""
 
     @property
-    def totals(self) -> fx.GraphModule | None:
-        """Return the program of what is summed over micro-batches before any runs; its placeholders are inputs."""
-
-    @property
-    def total_names(self) -> Sequence[str]:
-        """Return the names of its results, under which the stages' programs take them as starts."""
+    def totals(self) -> Sequence[TotalsProgram]:
+        """Return the programs of what is summed over micro-batches before any runs, each after those it reads of."""
 
     @property
     def outputs(self) -> Sequence[tuple[str, Placement]]:
@@ -211,8 +227,7 @@ def names_on_rank(
     targets = {each.name: each.target for each in placeholders if each.kind in ("parameter", "buffer")}
     first = {targets[name]: stage for name, stage in staged.stage_of.items() if name in targets}
     read = {name for stage in staged.stages.values() for name in (*_starts(stage), *stage.begin_takes)}
-    if staged.totals is not None and not read.isdisjoint(staged.total_names):
-        read |= {str(node.target) for node in staged.totals.graph.find_nodes(op="placeholder")}
+    read |= read_by_totals(staged, read)
     taken = {targets[name] for name in read if name in targets}
     tied: dict[int, list[str]] = {}
     for slot in slots(model):
@@ -223,6 +238,14 @@ def names_on_rank(
         if schedule.rank_of[stage] == rank or not taken.isdisjoint(names):
             found.update(names)
     return frozenset(found)
+
+
+def read_by_totals(staged: StagedPrograms, read: Collection[str]) -> set[str]:
+    """Return what the sums take that stages which read `read` need: all of them, where they need one."""
+    totals = {name for each in staged.totals for name in each.names}
+    if totals.isdisjoint(read):
+        return set()
+    return {name for each in staged.totals for name in each.takes} - totals
 
 
 def _starts(stage: StageProgram) -> Iterable[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Op, Ref, once_per_graph
-from autopar.ir.placement import Placement, Replicate, Shard
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
 from autopar.strategies.extremes import extreme
@@ -25,6 +25,8 @@ _BLANK = frozenset(
 )  # fmt: skip
 """Operators that make a tensor of equal elements: it can be wherever its readers want it."""
 
+
+_GIVEN = frozenset({"input", "constant", "buffer"})
 
 _RELAID = frozenset({"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.slice.Tensor"})
 """Operators that may turn any dimension into that of the batch."""
@@ -75,6 +77,7 @@ class _Follower:
 
         self._sorts: dict[str, Ref] = {}
         self._blank: set[str] = set()
+        self._given = of_inputs_alone(graph)
         self._results = {output.ref for output in graph.outputs if output.ref is not None}
 
     def run(self) -> dict[str, Strategy]:
@@ -208,7 +211,22 @@ class _Follower:
         if all(each is None or each == Replicate() for each in now):
             return options[0]
         metas, outputs = seen.call.metas, seen.op.outputs
-        return min(options, key=lambda s: mismatch(s, now, metas, outputs, self._count))
+        # Terms are joined to what all micro-batches have; no part of it is one's own.
+        able = [each for each in options if not any(map(_is_part_of_terms, now, each.inputs))]
+        options = tuple(able) or options
+        alone = [ref.op in self._given for ref in seen.op.refs]
+        counts = seen.op.name in self._given
+        terms = [slot for slot, each in enumerate(now) if isinstance(each, Partial)]
+
+        def early(strategy: Strategy) -> tuple[int, int]:
+            """Return how many terms it joins that are there when all have run, and how many others it does not join."""
+            joined = [strategy.inputs[slot] == Replicate() for slot in terms]
+            pairs = [(each, alone[slot]) for slot, each in zip(terms, joined, strict=True)]
+            return sum(each and not given for each, given in pairs), sum(
+                given and not each and not counts for each, given in pairs
+            )
+
+        return min(options, key=lambda s: (*early(s), mismatch(s, now, metas, outputs, self._count)))
 
     def _is_blank(self, op: Op) -> bool:
         """Return whether a value is as good anywhere: of equal elements, or made of nothing but such."""
@@ -236,6 +254,20 @@ class _Follower:
             if fits:
                 self._follow[rep] = min(fits, key=lambda s: mismatch(s, now, metas, op.outputs, self._count))
                 return
+
+
+@once_per_graph
+def of_inputs_alone(graph: Graph) -> frozenset[str]:
+    """Return the operators that depend on inputs, constants and buffers only: their terms are joined first."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind in _GIVEN or (op.kind == "call" and all(ref.op in found for ref in op.refs)):
+            found.add(op.name)
+    return frozenset(found)
+
+
+def _is_part_of_terms(now: Placement | None, need: Placement) -> bool:
+    return isinstance(now, Partial) and isinstance(need, Shard)
 
 
 @once_per_graph

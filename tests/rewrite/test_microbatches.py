@@ -233,12 +233,12 @@ def step_of(name: str) -> tuple[Whole, list[torch.Tensor | None]]:
     return whole, whole.run()
 
 
-def programs(model: nn.Module, example: Any, count: int) -> tuple[torch.fx.GraphModule, Totals | None, Decisions]:
+def programs(model: nn.Module, example: Any, count: int) -> tuple[torch.fx.GraphModule, tuple[Totals, ...], Decisions]:
     """Return the program of one of `count` micro-batches of a model."""
     return one_of(Whole.of(model, example), count)
 
 
-def one_of(whole: Whole, count: int) -> tuple[torch.fx.GraphModule, Totals | None, Decisions]:
+def one_of(whole: Whole, count: int) -> tuple[torch.fx.GraphModule, tuple[Totals, ...], Decisions]:
     """Return the program of one of `count` micro-batches, what is summed first, and the decisions."""
     captured = whole.captured
     options = PlanOptions.parse(fix={"microbatch": captured.graph.batch_size // count})
@@ -266,9 +266,9 @@ def test_micro_batches_add_up_to_the_step(name: str, count: int):
 
     given = [parts(whole, gm, number, count) for number in range(count)]
     sums: dict[str, torch.Tensor] = {}
-    if totals is not None:
-        terms = [totals.program(*[each[name] for name in totals.takes]) for each in given]
-        sums = {name: sum(term[i] for term in terms) for i, name in enumerate(totals.names)}
+    for turn in totals:
+        terms = [turn.program(*[{**each, **sums}[name] for name in turn.takes]) for each in given]
+        sums |= {name: sum(term[i] for term in terms) for i, name in enumerate(turn.names)}
     order = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     made = [gm(*[{**each, **sums}[name] for name in order]) for each in given]
 

@@ -75,13 +75,20 @@ class StageProgram:
 
 
 @dataclass(frozen=True)
+class Totals:
+    program: fx.GraphModule
+    takes: tuple[str, ...]
+    names: tuple[str, ...]
+    reduces: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Staged:
     stages: Mapping[int, StageProgram]
     transfers: tuple[Transfer, ...]
     ties: tuple[Tie, ...]
     stage_of: Mapping[str, int]
-    totals: fx.GraphModule | None
-    total_names: tuple[str, ...]
+    totals: tuple[Totals, ...]
     outputs: tuple[tuple[str, str], ...]
     dropped: tuple[str, ...] = ()
     joined: Mapping[str, str] = field(default_factory=dict)
@@ -335,7 +342,7 @@ def programs(layers: Layers, stages: Sequence[int], trained: bool = True) -> Sta
     ends = tuple(sorted({0, len(layers.of_stage) - 1}))
     ties = (Tie("w0", ends),) if layers.tied and len(ends) > 1 and trained else ()
     outputs = (("pred", Shard(0)), ("loss", Partial()))
-    return Staged(made, tuple(transfers), ties, stage_of, _totals(layers), ("total",), outputs)
+    return Staged(made, tuple(transfers), ties, stage_of, (_totals(layers),), outputs)
 
 
 def _examples(layers: Layers) -> dict[str, torch.Tensor]:
@@ -387,14 +394,14 @@ def summed(names: Sequence[str], axis: str) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def _totals(layers: Layers) -> fx.GraphModule:
+def _totals(layers: Layers) -> Totals:
     graph = fx.Graph()
     found = graph.call_function(torch.ops.aten.sum.default, (graph.placeholder("mask"),))
     if layers.reduce and layers.part is None:
         found = graph.call_function(C10D.all_reduce.default, (found, "sum", layers.reduce))
         found = graph.call_function(C10D.wait_tensor.default, (found,))
     graph.output((found,))
-    return fx.GraphModule({}, graph)
+    return Totals(fx.GraphModule({}, graph), ("mask",), ("total",), ("sum",))
 
 
 def compile_staged(

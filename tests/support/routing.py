@@ -136,7 +136,7 @@ class Ranked(nn.Module):
             case "first":
                 return x[order][0].mean()
             case "returned":
-                return x[order].tanh(), x.square().mean()
+                return x[order].repeat(1, 200).tanh(), x.square().mean()  # more numbers than a metric is made of
         raise ValueError(self.how)
 
 
