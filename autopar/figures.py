@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from autopar.ir.mesh import AXIS_NAMES
 
+_PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
 _ROUNDING_S = 1e-15
 """Differences of durations below this are rounding: nothing that is planned is as short."""
 
@@ -25,6 +27,14 @@ def format_bytes(count: float) -> str:
         if abs(count) >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def format_figure(value: float, unit: str) -> str:
+    """Return a figure of the cost model: `4.5 us`, `12.3 GB/s`, `1.5 TFLOP/s`; in a unit without prefixes, as it is."""
+    if unit == "s":
+        return format_seconds(value)
+    prefix, scale = next((each for each in _PREFIXES if abs(value) >= each[1]), ("", 1.0))
+    return f"{value / scale:.4g} {prefix}{unit}" if unit.endswith("/s") else f"{value:.4g} {unit}"
 
 
 def format_change(before: float, after: float) -> str:

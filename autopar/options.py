@@ -412,6 +412,13 @@ _OFF: Mapping[str, Setting] = {"recompute": "none", "zero": 0, "sequence_paralle
 """What a fixed choice is when it is not used; a degree is then 1."""
 
 
+def _may_shard(options: PlanOptions) -> bool:
+    """Return whether the degrees leave ranks that copies can be sharded over: of `dp_shard`, or of `cp` and `ep`."""
+    if any(int(options.fix.get(axis, 1)) > 1 for axis in ("cp", "ep")):
+        return True
+    return "dp_shard" not in options.forbid and options.fix.get("dp_shard") != 1
+
+
 def _check_no_contradiction(options: PlanOptions) -> None:
     fix = options.fix
     for key in options.forbid:
@@ -421,6 +428,12 @@ def _check_no_contradiction(options: PlanOptions) -> None:
         if each.axis in options.forbid or fix.get(each.axis) == 1:
             how = f"--forbid {each.axis}" if each.axis in options.forbid else f"--fix {each.axis}=1"
             raise UsageError(f"--constraint '{each}' needs the axis {each.axis}, which {how} rules out")
+    if fix.get("zero") and not _may_shard(options):
+        off = "--forbid dp_shard" if "dp_shard" in options.forbid else "--fix dp_shard=1"
+        raise UsageError(
+            f"--fix zero={fix['zero']} shards what a rank would hold a copy of, but {off} leaves no ranks to shard it "
+            "over; leave one of them out, or fix cp or ep above 1"
+        )
     if int(fix.get("interleave", 1)) > 1 and fix.get("pp") == 1:
         raise UsageError(f"--fix interleave={fix['interleave']} needs pipeline stages, but --fix pp=1 rules them out")
     batch, micro = options.batch, fix.get("microbatch")

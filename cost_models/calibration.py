@@ -166,6 +166,8 @@ def read_calibration(path: Path) -> Calibration:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ClusterError(f"calibration file {str(path)!r} cannot be read: {reason}; {_REDO}") from None
+    except RecursionError:
+        raise ClusterError(f"calibration file {str(path)!r} nests thousands of lists or objects; {_REDO}") from None
     except json.JSONDecodeError as error:
         raise ClusterError(f"calibration file {str(path)!r} is no JSON: {error}; {_REDO}") from None
     top = Section.of(data, str(path))

@@ -390,6 +390,9 @@ def _load_yaml(text: str, origin: str) -> object:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         _require_single_keys(root, origin)
         return yaml.safe_load(text)
+    except RecursionError:
+        message = f"{origin}: is no cluster file: it nests hundreds of lists or mappings"
+        raise ClusterError(message) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date, or a number with too many digits
         message = f"{origin}: is no YAML: {_told(error)}"
         raise ClusterError(message) from None

@@ -14,7 +14,7 @@ from typing import Any
 from cost_models import catalog, units
 from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.device_file import device_document, read_device
-from cost_models.errors import suggestion
+from cost_models.errors import shown, suggestion
 from cost_models.node import (
     TOPOLOGIES,
     LinkSpec,
@@ -135,7 +135,7 @@ def shorthand_node(device_name: str, count: int) -> NodeSpec:
 def _check_version(top: Section) -> None:
     top.require("version", example=f"version: {VERSION}")
     if top["version"] != VERSION or isinstance(top["version"], bool):
-        raise top.error(f"is {top['version']!r}, and this release reads version {VERSION} only", "version")
+        raise top.error(f"is {shown(top['version'])}, and this release reads version {VERSION} only", "version")
 
 
 def _read_node(name: str, section: Section, devices: Mapping[str, DeviceSpec]) -> NodeSpec:
@@ -164,7 +164,7 @@ def _read_cores(section: Section, device: DeviceSpec) -> tuple[float, int]:
         return 0.0, 1
     cores = section.number("cores", 0.0)
     if not 0 < cores < math.inf:
-        raise section.error(f"must be more than 0, but is {section['cores']!r}", "cores")
+        raise section.error(f"must be more than 0, but is {shown(section['cores'])}", "cores")
     if device.kind != "cpu":
         raise section.error(
             f"are shared by ranks that compute on the CPU, and {device.name!r} is a {device.kind}; leave it out",

@@ -11,7 +11,7 @@ from typing import Any
 
 from cost_models import catalog, units
 from cost_models.device import DTYPE_ALIASES, DTYPE_BYTES, DeviceSpec, canonical_dtype, catalogued_device
-from cost_models.errors import suggestion
+from cost_models.errors import shown, suggestion
 from cost_models.section import Section
 
 _KEYS = (
@@ -57,6 +57,8 @@ def read_device(name: str, section: Section) -> DeviceSpec:
     peaks = _compute(section.section("compute"))
     base = _base(name, section, peaks)
     _refuse_sparse(name, section, peaks, memory)
+    if "preset" in section:
+        _refuse_another_memory(section.text("preset"), memory)
     inherits = "preset" in section
     efficiencies, default_efficiency = _efficiencies(section.section("matmul_efficiency"), base)
     touched = set(section.data) - {"preset"}
@@ -215,7 +217,7 @@ def _half(section: Section, name: str, default: tuple[float, float, float]) -> t
     value = section.data[name]
     is_sizes = isinstance(value, list) and len(value) == 3
     if not is_sizes or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value):
-        raise section.error(f"must be three whole numbers [m, n, k], but is {value!r}", name)
+        raise section.error(f"must be three whole numbers [m, n, k], but is {shown(value)}", name)
     return (value[0], value[1], value[2])
 
 
@@ -238,6 +240,22 @@ def _refuse_sparse(name: str, section: Section, peaks: dict[str, float], memory:
         if dense and "preset" in section and rate > _PLAUSIBLE_OVER_PRESET * max(dense.values()):
             raise section.error(_implausible_text(rate, *max(dense.items(), key=lambda x: x[1])), path)
         _refuse_impossible(section, path, dtype, rate)
+
+
+def _refuse_another_memory(preset: str, memory: Section) -> None:
+    """Refuse a capacity or bandwidth of another device than the preset; less is a part of it, or capped."""
+    base = catalogued_device(preset)
+    for key, parse, of_preset, told in (
+        ("capacity", units.parse_bytes, base.memory_bytes, units.format_bytes),
+        ("bandwidth", units.parse_bandwidth, base.memory_bytes_per_s, units.format_rate),
+    ):
+        given = memory.positive(key, parse) if key in memory else of_preset
+        if given > _PLAUSIBLE_OVER_PRESET * of_preset:
+            raise memory.error(
+                f"{told(given)} is {given / of_preset:.3g} times the {told(of_preset)} of {preset}; check the unit, "
+                "or describe another device without `preset`",
+                key,
+            )
 
 
 def _refuse_impossible(section: Section, path: str, dtype: str, rate: float) -> None:

@@ -1,6 +1,7 @@
 """Errors that a user of the cost models can cause."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -14,6 +15,15 @@ class UnitError(CostModelError):
 
 class ClusterError(CostModelError):
     """A cluster description that cannot be used."""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
+
+
+def shown(value: object) -> str:
+    """Return what was found in a file as errors quote it: deep or long containers are cut short."""
+    return _SHORT.repr(value)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

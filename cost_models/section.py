@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cost_models.errors import ClusterError, CostModelError, suggestion
+from cost_models.errors import ClusterError, CostModelError, shown, suggestion
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Section:
             empty = "the file is empty; `autopar cluster show cpu:4` prints an example"
             raise ClusterError(f"{origin}: {missing if path else empty}")
         if not isinstance(data, Mapping):
-            message = f"{origin}: {path or 'the document'} must be a mapping of names, not {data!r}"
+            message = f"{origin}: {path or 'the document'} must be a mapping of names, not {shown(data)}"
             raise ClusterError(message)
         return cls(data, origin, path)
 
@@ -75,7 +75,7 @@ class Section:
         """Yield the mappings of the list under `key`."""
         items = self.data.get(key, [])
         if not isinstance(items, list | tuple):
-            raise self.error(f"must be a list, not {items!r}", key)
+            raise self.error(f"must be a list, not {shown(items)}", key)
         for index, item in enumerate(items):
             yield Section.of(item, self.origin, f"{self.where(key)}[{index}]")
 
@@ -94,21 +94,21 @@ class Section:
         except CostModelError as error:
             raise self.error(str(error), key) from None
         if isinstance(value, int | float) and value < 0:
-            raise self.error(f"must not be negative, but is {self.data[key]!r}", key)
+            raise self.error(f"must not be negative, but is {shown(self.data[key])}", key)
         return value
 
     def positive(self, key: str, parse: Callable[[object], T]) -> T:
         """Return the value under `key`, which must exceed 0."""
         value = self.required_quantity(key, parse)
         if isinstance(value, int | float) and value <= 0:
-            raise self.error(f"must be more than 0, but is {self.data[key]!r}", key)
+            raise self.error(f"must be more than 0, but is {shown(self.data[key])}", key)
         return value
 
     def count(self, key: str) -> int:
         """Return the whole number of at least 1 under `key`."""
         value = self.data[key]
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(f"must be a whole number, but is {value!r}", key)
+            raise self.error(f"must be a whole number, but is {shown(value)}", key)
         if value < 1:
             raise self.error(f"must be at least 1, but is {value}", key)
         if value > LARGEST_COUNT:
@@ -119,23 +119,23 @@ class Section:
         """Return the plain number under `key`, or `default`."""
         value = self.data.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f"must be a number, but is {value!r}", key)
+            raise self.error(f"must be a number, but is {shown(value)}", key)
         if not math.isfinite(value):
-            raise self.error(f"must be finite, but is {value!r}", key)
+            raise self.error(f"must be finite, but is {shown(value)}", key)
         return float(value)
 
     def text(self, key: str, default: str = "") -> str:
         """Return the text under `key`, or `default`."""
         value = self.data.get(key, default)
         if not isinstance(value, str):
-            raise self.error(f"must be text, but is {value!r}", key)
+            raise self.error(f"must be text, but is {shown(value)}", key)
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         """Return the truth value under `key`, or `default`."""
         value = self.data.get(key, default)
         if not isinstance(value, bool):
-            raise self.error(f"must be true or false, but is {value!r}", key)
+            raise self.error(f"must be true or false, but is {shown(value)}", key)
         return value
 
     def choice(self, key: str, known: Iterable[str], default: str) -> str:

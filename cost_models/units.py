@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal, Overflow
 
-from cost_models.errors import UnitError, suggestion
+from cost_models.errors import UnitError, shown, suggestion
 
 _DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
@@ -150,7 +150,7 @@ def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) 
 
 def _no_unit(text: object, table: Mapping[str, Decimal], what: str, example: str) -> UnitError:
     return UnitError(
-        f"{text!r} has no unit; write {what} as a number and a unit, such as {example}"
+        f"{shown(text)} has no unit; write {what} as a number and a unit, such as {example}"
         f" (known units: {', '.join(table)})"
     )
 

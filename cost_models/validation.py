@@ -262,6 +262,9 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         raise ValidationError(f"{path}: is no CSV file: {error}") from None
     if not header:
         raise ValidationError(f"{path}: is empty; its first line must name the columns")
+    other = next((mark for mark in (";", "\t", "|") if mark in header[0]), "")
+    if len(header) == 1 and other:
+        raise ValidationError(f"{path}: its columns are separated by {other!r}; write commas, and points in numbers")
     if len(set(header)) != len(header):
         twice = next(name for name in header if header.count(name) > 1)
         other = next((name for name, known in _OTHER_NAMES.items() if known == twice and name in written), "")

@@ -50,5 +50,5 @@ def _named(one: Solved, why: str) -> str:
     if isinstance(one.trial.recompute, str):
         parts += [f"recompute {way}" for way in ways]
     else:
-        parts += [f"recompute {way} in {count} blocks" for way, count in sorted(ways.items())]
+        parts += [f"recompute {way} in {count} block{'s' if count > 1 else ''}" for way, count in sorted(ways.items())]
     return f"{why} ({', '.join(parts)})" if parts else why

@@ -40,6 +40,14 @@ def degrees(fixed: Mapping[str, int], forbidden: Sequence[str], devices: int) ->
     )
 
 
+def nothing_to_shard_over(zero: int | None, fixed: Mapping[str, int], devices: int) -> InfeasibleError:
+    """Return the error about a ZeRO stage where other degrees take all devices."""
+    return InfeasibleError(
+        f"--fix zero={zero} shards what ranks of dp_shard, cp or ep would hold copies of, but {_said(fixed, ())} take"
+        f"{'s' if len(fixed) == 1 else ''} all {devices} devices; leave zero out, or make a degree smaller"
+    )
+
+
 def _said(fixed: Mapping[str, object], forbidden: Sequence[str]) -> str:
     """Return what was asked for, as on the command line."""
     return " ".join([*(f"--fix {k}={v}" for k, v in fixed.items()), *(f"--forbid {k}" for k in forbidden)])

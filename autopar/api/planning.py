@@ -238,14 +238,18 @@ class Planner:
         found = {}
         graph = self.program.graph
         splits, count = partial(splits_tensors, graph), gcd(*experts(graph).counts.values())
+        sharded = bool(wishes.zero) and devices > 1  # one device holds no copies
         for depth in tried:
             if devices % depth == 0:
-                found[depth] = candidates(devices // depth, per_node, wishes.fixed, wishes.forbidden, count, splits)
+                ranks, asked = devices // depth, (wishes.fixed, wishes.forbidden)
+                found[depth] = candidates(ranks, per_node, *asked, count, splits, sharded=sharded)
         found = {depth: meshes for depth, meshes in found.items() if meshes}
         if not found:
             if wishes.depth is None and not wishes.schedule_is_open:
                 raise infeasible.no_stages(wishes.wanted(2), wishes.fixed, blocks, devices)
             fixed = {**wishes.fixed, "pp": wishes.depth} if wishes.depth not in {None, 1} else wishes.fixed
+            if sharded and prod(fixed.values()) == devices:
+                raise infeasible.nothing_to_shard_over(wishes.zero, fixed, devices)
             raise infeasible.degrees(fixed, wishes.forbidden, devices)
         return found
 

@@ -34,6 +34,8 @@ def show(
     if format_ not in FORMATS:
         raise UsageError(f"--format {format_}: must be one of {', '.join(FORMATS)}{did_you_mean(format_, FORMATS)}")
     found = Plan.load(plan)
+    if compare is not None and format_ != "table":
+        raise UsageError(f"--compare prints a table; leave out --format {format_}")
     if compare is not None:
         from autopar.report.exposed import comparison
 

@@ -102,9 +102,10 @@ def too_many_stages(stages: int, found: Sequence[Unit], interleave: int = 1) -> 
     names = [unit.path or "the model itself" for unit in found]
     shown = ", ".join(names if len(names) <= 4 else [names[0], names[1], "...", names[-1]])
     each = f" ({stages // interleave} ranks of {interleave})" if interleave > 1 else ""
+    blocks = f"{len(found)} block{'s' if len(found) != 1 else ''}"
     most = f"--fix pp={len(found)}" if interleave == 1 else f"{len(found)} (pp x interleave)"
     return InfeasibleError(
-        f"{stages} pipeline stages{each}, and the model has {len(found)} blocks to cut between ({shown}); "
+        f"{stages} pipeline stages{each}, and the model has {blocks} to cut between ({shown}); "
         f"use at most {most}, or put the layers into a torch.nn.ModuleList"
     )
 

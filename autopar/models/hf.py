@@ -73,7 +73,7 @@ def load_config(source: str, overrides: Mapping[str, str]) -> Any:
             kind = given.pop("model_type")
         except FileNotFoundError:
             raise UsageError(f"hf:{source} has no config.json; name a directory or file that has one") from None
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, RecursionError) as error:
             raise UsageError(f"{file} is no transformers configuration (JSON with a model_type): {error!r}") from error
     else:
         given, kind = {}, source

@@ -34,7 +34,7 @@ def parse_setting(key: str, text: str, now: object) -> Any:
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         if isinstance(now, list | tuple | dict):
             raise _wrong_type(key, text, "JSON", now) from None
         return text

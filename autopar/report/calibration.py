@@ -6,6 +6,8 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+from autopar.figures import format_figure
+
 _WIDTH = 100
 
 _AT_WORK = 0.8
@@ -21,7 +23,7 @@ def calibration_text(calibration: Any) -> str:
     for column in table.columns[2:]:
         column.justify = "right"
     for of, figure in _figures(calibration):
-        value = f"{figure.value:.4g} {figure.unit}"
+        value = format_figure(figure.value, figure.unit)
         table.add_row(of, figure.figure, value, f"{figure.spread:.1%}", f"{figure.error:.1%}", str(figure.samples))
     out = io.StringIO()
     Console(file=out, width=_WIDTH, no_color=True, markup=False, highlight=False).print(table)

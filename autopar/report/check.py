@@ -224,7 +224,7 @@ def load_policy(path: Path) -> Policy:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read the policy {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is no TOML: {error}") from None
     for key in document:
         if key not in _TABLES:

@@ -116,7 +116,7 @@ def _measured(folder: Path) -> Mapping[str, float]:
 def _read(file: Path) -> Any:
     try:
         document = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read the profile {file}: {error}") from None
     if not isinstance(document, dict) or "traceEvents" not in document or "steps" not in document.get("autopar", {}):
         raise UsageError(

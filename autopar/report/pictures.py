@@ -42,7 +42,9 @@ def mermaid(plan: Plan) -> str:
     for module in modules:
         inside = [each for each in operators.values() if each.module == module]
         seconds = sum(each.predicted_s * each.instances for each in inside)
-        label = f"{module or 'top'}<br>{len(inside)} operators, {format_seconds(seconds)}"
+        label = (
+            f"{module or 'top'}<br>{len(inside)} operator{'s' if len(inside) > 1 else ''}, {format_seconds(seconds)}"
+        )
         lines.append(f'  {number[module]}["{_html(label)}"]')
     between: dict[tuple[str, str], dict[str, None]] = {}
     for each in edges(plan):

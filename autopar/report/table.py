@@ -99,16 +99,16 @@ def _table(title: str, heads: Row, rows: Iterable[Row]) -> Table:
 def _sections(plan: Plan) -> Iterator[tuple[str, Row, Iterable[Row]]]:
     """Yield title, heads (`>`: figures, to the right) and rows of each table."""
     axes = plan.decisions.mesh.axes
-    names = " ".join(plan.decisions.mesh.names)
+    names = f" ({' '.join(plan.decisions.mesh.names)})" if axes else ""
     yield "mesh", ("axis", ">size", "level"), ((axis.name, str(axis.size), axis.level) for axis in axes)
     heads = ("stage", "ranks", "devices", *_STAGE_HEADS[2:]) if has_unlike_stages(plan) else _STAGE_HEADS
     yield f"stages ({plan.decisions.schedule.name})", heads, _stage_rows(plan)
     yield "recomputation in backward", ("way", ">blocks", "which"), _recompute_rows(plan)
     yield "time of a step", ("part", ">seconds", ">share"), _time_rows(plan)
     yield "memory of a device", ("part", ">bytes", ">share"), _memory_rows(plan)
-    yield f"parameters ({names})", ("name", ">count", "shape", "placements", "gather"), _parameter_rows(plan)
+    yield f"parameters{names}", ("name", ">count", "shape", "placements", "gather"), _parameter_rows(plan)
     yield (
-        f"operators by time ({names})",
+        f"operators by time{names}",
         ("operator", "target", "module", ">count", "strategy", ">time"),
         _operator_rows(plan),
     )

@@ -111,7 +111,6 @@ class Step:
         self._pipeline = pipeline
         self._tensors = tensors
         self._totals: dict[str, torch.Tensor] = {}
-        self._locals: dict[str, torch.Tensor] = {}
         self._borrowed: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._mutations: dict[str, tuple[int, torch.Tensor]] = {}

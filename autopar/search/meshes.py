@@ -17,6 +17,9 @@ DATA: tuple[Role, ...] = ("dp_replicate", "dp_shard", "ep")
 _OF_SOME: tuple[Role, ...] = ("cp", "ep")
 """Roles beside data and tensor parallelism: what is left over never becomes `cp`, and `ep` only of experts."""
 
+SHARDING: tuple[Role, ...] = ("dp_shard", "cp", "ep")
+"""Roles of the axes whose ranks a ZeRO stage shards parameters, gradients and states over."""
+
 _ORDER: tuple[Role, ...] = ("microbatch", "dp_replicate", "dp_shard", "cp", "ep", "free", "tp")
 """Of axes on the levels of links, outermost first: who communicates most is innermost."""
 
@@ -49,12 +52,14 @@ def candidates(
     forbidden: Sequence[str],
     experts: int = 0,
     splits_tensors: Callable[[int], bool] = lambda _: True,
+    *,
+    sharded: bool = False,
 ) -> list[Candidate]:
     """Return the meshes to solve for `devices`, most promising first; empty if the fixed degrees do not divide them.
 
     Degrees in `fixed` become axes of that role; what they leave over is split in every way into
     a data-parallel part and an inner free one, or one that splits so many `experts` evenly. Inner ones are of the sizes
-    that `splits_tensors` says are worth it.
+    that `splits_tensors` says are worth it. With `sharded`, each has ranks to shard over, which free ones need not be.
     """
     axes: set[str] = {"dp_replicate", "dp_shard", "tp", *_OF_SOME}
     known = {role: size for role, size in fixed.items() if role in axes}
@@ -65,10 +70,12 @@ def candidates(
     if {"dp_replicate", "dp_shard", "tp"} <= {*known, *forbidden} and rest > 1:
         return []
     splits = _splits(rest, per_node, known, forbidden, splits_tensors)
+    if sharded and rest > 1 and "dp_shard" not in {*known, *forbidden}:
+        splits.append({"dp_shard": rest})
     if experts and not {"dp_shard", "ep"} & {*known, *forbidden}:
         splits += [{"dp_shard": rest // size, "ep": size} for size in _divisors(rest) if size > 1 > experts % size]
     found = [_assemble(known, extra) for extra in splits]
-    return list(dict.fromkeys(c for c in found if c is not None))
+    return [mesh for mesh in dict.fromkeys(found) if not sharded or any(axis.role in SHARDING for axis in mesh)]
 
 
 def _splits(
@@ -109,7 +116,7 @@ def _splits(
     return found
 
 
-def _assemble(known: Mapping[str, int], extra: Mapping[Role, int]) -> Candidate | None:
+def _assemble(known: Mapping[str, int], extra: Mapping[Role, int]) -> Candidate:
     sizes: dict[str, int] = {**known, **{str(role): size for role, size in extra.items()}}
     return tuple(MeshAxis(role, sizes[role]) for role in _ORDER if sizes.get(role, 1) > 1)
 

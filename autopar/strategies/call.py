@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Arg, Op, Ref
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.ir.placement import Placement, Replicate, Shard
 from autopar.ir.rule import Dims, Rule
 from autopar.ir.strategy import Inner, Strategy
 from autopar.ir.tensor import TensorMeta
@@ -173,11 +173,6 @@ class Call:
 def is_term_friendly(meta: TensorMeta | None) -> bool:
     """Return whether a tensor can be held as terms of a sum."""
     return meta is None or meta.is_floating or meta.dtype.startswith(("complex", "int"))
-
-
-def has_partial(strategy: Strategy) -> bool:
-    """Return whether the strategy reads or makes terms."""
-    return any(isinstance(p, Partial) for p in (*strategy.inputs, *strategy.outputs))
 
 
 def _tensors(value: Arg) -> Iterator[Ref]:

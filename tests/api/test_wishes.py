@@ -61,6 +61,17 @@ def test_zero_three_gathers_small_parameters_together_though_they_outweigh_the_b
     assert len(found.decisions.collectives) == 4  # moving activations takes eight calls
 
 
+@pytest.mark.parametrize("fix", [{"tp": 4}, {"pp": 2, "tp": 2}, {"dp_replicate": 4}], ids=str)
+def test_zero_three_is_refused_where_no_ranks_are_left_to_shard_over(fix: dict[str, int]) -> None:
+    with pytest.raises(InfeasibleError, match=r"--fix zero=3 shards what .* all 4 devices; leave zero out, or make a"):
+        plan(fix={**fix, "zero": 3})
+
+
+def test_zero_three_alone_gets_ranks_to_shard_over() -> None:
+    assert plan(fix={"zero": 3}, width=256).decisions.degrees["dp_shard"] > 1
+    assert plan("cpu:1", fix={"zero": 3}).decisions.degrees["dp_shard"] == 1
+
+
 def test_zero_none_keeps_parameters_whole() -> None:
     placed = plan(fix={"zero": 0}, forbid="tp").decisions.parameters
 

@@ -158,6 +158,7 @@ WRONG = [
     (["show", "train.py"], "train.py is no JSON: Expecting value in line 1, column 1"),
     (["show", "plan.json", "--format", "dott"], "one of table, json, dot, mermaid, html, trace (did you mean 'dot'"),
     (["show", "plan.json", "--format", "trace"], "the plan holds no timeline: it was written by an older autopar"),
+    (["show", "plan.json", "-f", "html", "--compare", "out"], "--compare prints a table; leave out --format html"),
     (["show", "plan.json", "-f", "dot", "-o", "train.py/x"], "cannot write train.py/x: "),
     (["explain", "plan.json", "nothing"], "the plan has no parameter, operator or module 'nothing'"),
     (["diff", "plan.json"], "missing argument 'B'"),

@@ -7,10 +7,12 @@ import pytest
 import yaml
 
 from cost_models import catalog
+from cost_models.calibration import read_calibration
 from cost_models.cluster import ClusterSpec
 from cost_models.detect import recognise
 from cost_models.device import catalogued_device
 from cost_models.errors import ClusterError
+from cost_models.units import parse_bytes
 
 # The example of the contract.
 TWO_PODS = """
@@ -194,6 +196,18 @@ BAD_FILES = [
         "h100-sxm",
         "devices.h100.preset: unknown device preset 'h100-sxm' (did you mean 'h100-sxm-80gb'",
     ),
+    (
+        "devices/h100/memory",
+        {"capacity": "800GiB"},
+        "devices.h100.memory.capacity: 800.00 GiB is 10 times the 79.65 GiB of h100-sxm-80gb; check the unit, or",
+    ),
+    (
+        "devices/h100/memory",
+        {"bandwidth": "33TB/s"},
+        "devices.h100.memory.bandwidth: 33 TB/s is 9.85 times the 3.35 TB/s of h100-sxm-80gb",
+    ),
+    ("name", [[[[["deep"]]]]], "name: must be text, but is [[[[...]]]]"),
+    ("version", ["x" * 1000], "version: is ['xxxxxxxx"),
     ("devices/a100/memory/capacity", "80", "devices.a100.memory.capacity: '80' has no unit"),
     ("devices/a100/memory", ..., "devices.a100: missing 'memory', such as `{preset: h100-sxm-80gb}`"),
     ("devices/a100/memory/bandwidth", ..., "devices.a100.memory: missing 'bandwidth', such as `{capacity: 80GiB"),
@@ -411,3 +425,26 @@ def test_files_that_say_nothing_or_twice_are_told(
         ClusterSpec.from_file("c.yaml")
 
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("memory", [{"capacity": "40GiB"}, {"capacity": "94GiB", "bandwidth": "3.9TB/s"}], ids=str)
+def test_a_preset_may_be_given_the_memory_of_a_part_or_of_a_near_relative(memory):
+    device = ClusterSpec.from_dict(edited("devices/h100/memory", memory)).groups[0].node.device
+
+    assert device.memory_bytes == parse_bytes(memory["capacity"])
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ("{a: ", "}")], ids=["lists", "mappings"])
+def test_a_file_that_nests_without_end_is_told_as_that(tmp_path: Path, begin: str, end: str):
+    path = tmp_path / "deep.yaml"
+    path.write_text(f"version: 1\nname: {begin * 3000}{end * 3000}\n")
+
+    with pytest.raises(ClusterError, match="is no cluster file: it nests hundreds of lists or mappings"):
+        ClusterSpec.from_file(path)
+
+
+def test_a_calibration_that_nests_without_end_is_told_as_that(tmp_path: Path):
+    (tmp_path / "calibration.json").write_text("[" * 100_000)
+
+    with pytest.raises(ClusterError, match="nests thousands of lists or objects"):
+        read_calibration(tmp_path / "calibration.json")

@@ -153,6 +153,7 @@ def test_a_matmul_that_cannot_be_priced_says_why(change, message):
 
 
 FILES = [
+    ("gpu;dtype;achieved\n1;2;3\n", "its columns are separated by ';'; write commas, and points in numbers"),
     ("", "is empty; its first line must name the columns"),
     ("a,b\n1,2\n", "its columns are those of no known table; known are training steps: framework"),
     ("gpu,dtype,achieved\n", "(as achievable matmuls, it lacks best_shape_mxnxk)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.figures import format_seconds
+from autopar.figures import format_figure, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -13,3 +13,16 @@ from autopar.figures import format_seconds
 )
 def test_seconds_have_the_unit_of_their_size_and_rounding_is_nothing(seconds: float, text: str):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (4.5e-6, "s", "4.5 us"),
+        (1.2345e10, "B/s", "12.35 GB/s"),
+        (3.1e12, "FLOP/s", "3.1 TFLOP/s"),
+        (0.8, "cores", "0.8 cores"),
+    ],
+)
+def test_a_figure_of_the_cost_model_has_the_prefix_that_suits_its_size(value: float, unit: str, text: str):
+    assert format_figure(value, unit) == text

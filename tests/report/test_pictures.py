@@ -10,6 +10,7 @@ from io import StringIO
 
 import pytest
 
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan, Schedule, Stage, StageEstimate, Warned
 from autopar.report.html import html
 from autopar.report.outline import edges_into, parameter_groups, summary
@@ -182,3 +183,10 @@ def test_recomputed_blocks_are_counted_and_named(small_plan: Plan):
     assert "layers.6" in some
     assert [line.split() for line in every.splitlines() if line.startswith("full")] == [["full", "all"]]
     assert "recomputation" not in table_text(small_plan)
+
+
+def test_a_plan_without_axes_names_none(small_plan: Plan):
+    alone = replace(small_plan, decisions=replace(small_plan.decisions, mesh=Mesh(())))
+
+    assert "()" not in table_text(alone)
+    assert "()" not in html(alone)

@@ -103,3 +103,12 @@ def test_free_axes_bound_what_data_and_tensor_parallel_ones_can_do():
     assert list(freer((MeshAxis("cp", 2),))) == [(MeshAxis("cp", 2),)]
     experts = (MeshAxis("dp_shard", 2), MeshAxis("ep", 2))
     assert list(freer(experts)) == [experts]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 16, 64])
+@pytest.mark.parametrize("fixed", [{}, {"tp": 2}, {"dp_replicate": 2}, {"cp": 2}], ids=str)
+def test_each_mesh_has_ranks_to_shard_over_where_that_is_wished(devices: int, fixed: dict[str, int]):
+    found = candidates(devices, 8, fixed, (), sharded=True)
+
+    assert bool(found) == (devices > 2 or not {"tp", "dp_replicate"} & set(fixed))
+    assert all({axis.role for axis in mesh} & {"dp_shard", "cp", "ep"} for mesh in found)
