@@ -123,9 +123,7 @@ class Outer:
                 return found
         return None
 
-    def _best_first(
-        self, trials: Sequence[Trial], phase: str, most: int, *, doubting: bool = True
-    ) -> tuple[int, int]:
+    def _best_first(self, trials: Sequence[Trial], phase: str, most: int, *, doubting: bool = True) -> tuple[int, int]:
         """Relax and solve trials, what promises most first; return how many of each.
 
         A trial's turn to be relaxed comes by its estimate, that to be solved by its bound, if that is larger. So a good
