@@ -262,6 +262,8 @@ class Outer:
         # nobody knows by how much until one was tried.
         off: dict[tuple[bool, bool], float] = {}
         for one in likely[:_LIGHTENED]:
+            if standing.left_s <= 0:
+                break  # the rest of the time is for proofs
             alike, hoped_s = (one.trial.depth > 1, one.trial.microbatches > 1), one.step_s / standing.slack(one.trial)
             foreseen_s = max(standing.lightest_s(one.trial), off.get(alike, 0.0) * hoped_s)
             if foreseen_s >= standing.best_s * (1.0 - standing.solving.options.gap):

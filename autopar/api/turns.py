@@ -12,8 +12,11 @@ from autopar.search.trials import Trial
 LATE = 0.4
 """Share of the time limit: with less than that left for trials it is late to be without a plan."""
 
-AT_MOST = 0.5
-"""Share of the time left that one trial may take to be solved where there is a plan and others wait."""
+AT_MOST = 0.2
+"""Share of the time left that one trial may take to be solved where there is a plan and others wait.
+
+What comes late in a long solution is the proof that little is left to gain; the others are further away.
+"""
 
 _AXIS = 0.02
 """Share of its seconds by which a trial comes later for each of its axes: with more of them it takes several times as

@@ -356,3 +356,50 @@ def test_sizes_of_micro_batches_near_the_best_are_tried_though_their_estimates_a
     search._climb()
 
     assert tried == [near]
+
+
+@pytest.mark.parametrize(("bound_s", "relaxed"), [(0.8, True), (0.995, False)])
+def test_what_only_its_estimate_is_against_is_relaxed_in_the_end(bound_s: float, relaxed: bool):
+    """Its estimate is three times the best plan's seconds; a bound within the gap of them proves it no better."""
+    search = outer()
+    slow, best = (Trial((MeshAxis("microbatch", count), MeshAxis("dp_shard", 4))) for count in (2, 4))
+    search.standing.solved.append(Solved(best, Solution("gap", (0,), 1.0, 1.0), Mock(), 1.0))
+    search.standing.likely = {slow: 3.0}
+    search.standing.fluid_of = lambda _: Mock(step_s=bound_s)  # type: ignore[method-assign]
+    search.standing.relax = Mock(return_value=None)  # type: ignore[method-assign]
+    assert search.standing.is_unlikely(slow)
+    search.standing.give_up([slow])
+
+    search._look_again(6, 2)
+
+    assert search.standing.relax.called == relaxed
+
+
+@pytest.mark.parametrize(("relaxed", "solutions"), [(0, 2), (6, 0)])
+def test_what_estimates_are_against_is_left_where_numbers_are_used_up(relaxed: int, solutions: int):
+    search = outer()
+    slow, best = (Trial((MeshAxis("microbatch", count), MeshAxis("dp_shard", 4))) for count in (2, 4))
+    search.standing.solved.append(Solved(best, Solution("gap", (0,), 1.0, 1.0), Mock(), 1.0))
+    search.standing.likely = {slow: 3.0}
+    search.standing.relax = Mock(return_value=None)  # type: ignore[method-assign]
+    search.standing.give_up([slow])
+
+    search._look_again(relaxed, solutions)
+
+    assert not search.standing.relax.called
+    assert [one.trial for one in search.standing.solved] == [best, slow]
+
+
+@pytest.mark.parametrize(("off", "unlikely"), [(0.8, False), (0.95, True), (None, True)])
+def test_an_estimate_that_is_too_slow_for_its_kind_is_corrected(off: float | None, unlikely: bool):
+    """1.3 times the best plan's seconds, of a kind whose plans were faster than estimated."""
+    standing = outer().standing
+    one, known, best = (
+        Trial((MeshAxis("microbatch", count), MeshAxis(role, 4)))
+        for count, role in ((2, "dp_shard"), (4, "dp_shard"), (4, "tp"))
+    )
+    standing.likely = {one: 1.3} if off is None else {one: 1.3, known: 1.2 / off}
+    for trial, step_s in ((best, 1.0), (known, 1.2)):
+        standing.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
+
+    assert standing.is_unlikely(one) == unlikely
