@@ -151,7 +151,7 @@ class Outer:
                     self.standing.give_up([one])
                 else:
                     self.progress.phase(phase)
-                    found = self.standing.relax(one)
+                    found = self.standing.relax(one, AT_MOST if len(heap) > 1 else 1.0)
                     relaxed += 1
                     self.progress.update(done=relaxed, total=len(trials))
                     if found is not None:

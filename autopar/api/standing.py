@@ -112,7 +112,12 @@ class Standing:
         )
 
     def turn_s(self, one: Trial | Waiting) -> float:
-        """Return the larger of its bound and its estimate: only this counts what recomputing less is hoped to save."""
+        """Return the larger of its bound and its estimate: only this counts what recomputing less is hoped to save.
+
+        What time was too short to relax comes last.
+        """
+        if isinstance(one, Waiting) and not one.ended:
+            return inf
         trial, bound_s = (one.trial, one.bound_s) if isinstance(one, Waiting) else (one, 0.0)
         return max(bound_s, turn_s(trial, self.likely.get(trial, 0.0), self.estimates_off))
 
@@ -226,9 +231,12 @@ class Standing:
         whole_s = max(self.free_s.get(kin(Trial(ranks)), 0.0) for ranks in freer(trial.ranks))
         return max(*found, whole_s / self.solving.at_once(trial))
 
-    def relax(self, trial: Trial) -> Waiting | None:
-        """Return a trial with the bound of its relaxation; `None` if it is impossible, which is noted."""
-        found = self.solving.bound(trial, self.wishes, self.left_to_try_s)
+    def relax(self, trial: Trial, share: float = 1.0) -> Waiting | None:
+        """Return a trial with the bound of its relaxation; `None` if it is impossible, which is noted.
+
+        `share`: what it may take of the time left at most.
+        """
+        found = self.solving.bound(trial, self.wishes, share * self.left_to_try_s)
         if found.free_s:
             self.free_s[kin(trial)] = max(found.free_s, self.free_s.get(kin(trial), 0.0))
         if isinstance(found, Solved):

@@ -13,9 +13,10 @@ LATE = 0.4
 """Share of the time limit: with less than that left for trials it is late to be without a plan."""
 
 AT_MOST = 0.2
-"""Share of the time left that one trial may take to be solved where there is a plan and others wait.
+"""Share of the time left that one trial may take to be relaxed where others wait, or solved where there is a plan, too.
 
-What comes late in a long solution is the proof that little is left to gain; the others are further away.
+What comes late in a long solution is the proof that little is left to gain; the others are further away. And what
+takes long to relax (an LSTM of some thousand operators, none of them equal, on free axes) is not solved in time.
 """
 
 _AXIS = 0.02

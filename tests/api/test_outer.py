@@ -351,7 +351,7 @@ def test_sizes_of_micro_batches_near_the_best_are_tried_though_their_estimates_a
     search.standing.likely = {best: 0.5, near: 9.0}
     search._near = lambda _: [each for each in (near,) if each not in tried]  # type: ignore[method-assign]
     search.standing.estimates.more = lambda trials, *, fits: dict.fromkeys(trials, 9.0)  # type: ignore[method-assign]
-    search.standing.relax = lambda trial: tried.append(trial)  # type: ignore[method-assign,func-returns-value]
+    search.standing.relax = lambda trial, _: tried.append(trial)  # type: ignore[method-assign,func-returns-value]
 
     search._climb()
 
@@ -403,3 +403,27 @@ def test_an_estimate_that_is_too_slow_for_its_kind_is_corrected(off: float | Non
         standing.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
 
     assert standing.is_unlikely(one) == unlikely
+
+
+def test_what_takes_too_long_to_relax_leaves_time_for_others_and_is_solved_last(monkeypatch: pytest.MonkeyPatch):
+    """Its bound is low for want of time; the other, which takes none, is solved before it."""
+    monkeypatch.setattr("time.process_time", lambda: 0.0)
+    search, done = outer(time_limit=1000), []
+    search.standing.started = 0.0
+    slow, quick = Trial((MeshAxis("free", 4),)), Trial((MeshAxis("dp_replicate", 4),))
+
+    def bound(trial: Trial, _: object, left_s: float) -> Waiting:
+        done.append(left_s)
+        return Waiting(trial, Mock(), Mock(), Mock(), 0.5 if trial == slow else 1.0, 0.0, ended=trial != slow)
+
+    def solve(one: Waiting, *_: object) -> Solved:
+        done.append(one.trial)
+        return Solved(one.trial, Solution("gap", (0,), one.bound_s, one.bound_s), Mock(), 1.0)
+
+    search.standing.solving = Mock(wraps=search.standing.solving)
+    search.standing.solving.options = PlanOptions.parse(time_limit=1000)
+    search.standing.solving.bound, search.standing.solving.solve = bound, solve
+
+    search._best_first([slow, quick], "bound", 2)
+
+    assert done == [pytest.approx(160.0), pytest.approx(160.0), quick, slow]
