@@ -176,7 +176,8 @@ class Outer:
                 self.standing.left.add(one.trial)
             return False
         self.progress.phase(f"solve {left} of {len(self.standing.solved) + left}, best bound first")
-        room_s = self.standing.left_to_try_s * (1.0 if self.standing.best is None or left == 1 else AT_MOST)
+        alone = one.ended and (self.standing.best is None or left == 1)
+        room_s = self.standing.left_to_try_s * (1.0 if alone else AT_MOST)
         found = self.standing.solving.solve(one, self.standing.wishes, self._ways(one.trial), beaten_s, room_s)
         self.standing.solved.append(found)
         if found.solution.status == "interrupted":
