@@ -2,6 +2,7 @@
 
     python -m benchmarks.folklore                            # all points
     python -m benchmarks.folklore --points mixtral gpt2      # those whose names begin so
+    python -m benchmarks.folklore --free                     # the free plans anew, beside recipes as they were measured
     python -m benchmarks.folklore --table                    # the table in docs/ anew, of the last line of each point
 
 A point is a model, a cluster and a batch; a recipe fixes every degree, the micro-batch, the schedule and what is
@@ -162,8 +163,11 @@ def recipes(point: Point, devices: int, per_node: int) -> Iterator[tuple[str, Fi
             yield f"tp={tp} pp={pp}x{chunks} microbatch={point.sizes[0]} {way}", left
 
 
-def compare(name: str) -> dict[str, Any]:
-    """Return what is predicted of the free plan of a point and of all its recipes."""
+def compare(name: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what is predicted of the free plan of a point and of all its recipes.
+
+    Recipes are not planned but read from a `known` line, if there is one, whose commit the new one names.
+    """
     point = POINTS[name]
     cluster = (
         ClusterSpec.parse(point.cluster) if isinstance(point.cluster, str) else ClusterSpec.from_dict(point.cluster)
@@ -171,10 +175,11 @@ def compare(name: str) -> dict[str, Any]:
     found = resolve(point.model, batch=point.batch, seq=point.seq, overrides=point.set)
     graph = api.program_of(found.model, found.shallow, found.example_inputs, point.precision)
     free, seconds, why = _planned(point, graph, cluster, {})
-    times: dict[str, float | None] = {}
-    refused: dict[str, str] = {}
-    spent = 0.0
-    for recipe, fix in recipes(point, cluster.device_count, cluster.devices_per_node):
+    times: dict[str, float | None] = {} if known is None else known["recipes_s"]
+    refused: dict[str, str] = {} if known is None else known["refused"]
+    spent = 0.0 if known is None else known["recipes_planning_s"]
+    tried = recipes(point, cluster.device_count, cluster.devices_per_node)
+    for recipe, fix in tried if known is None else ():
         if 0 in fix.values():
             continue  # more ranks than there are
         one = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp"), 1) | fix
@@ -206,6 +211,7 @@ def compare(name: str) -> dict[str, Any]:
         "refused": refused,
         "planning_s": round(seconds, 1),
         "recipes_planning_s": round(spent, 1),
+        **({} if known is None else {"recipes_commit": known.get("recipes_commit", known["commit"])}),
     }
 
 
@@ -235,8 +241,15 @@ def _is_slower(row: dict[str, Any], tolerance: float = 0.01) -> bool:
     return row["free_s"] is None or row["free_s"] > row["best_recipe_s"] * (1.0 + tolerance) or not proven
 
 
+def _last(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the last line of each point; none where nothing was measured yet."""
+    if not path.exists():
+        return {}
+    return {row["point"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
 def _table(path: Path) -> str:
-    last = {row["point"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    last = _last(path)
     rows = [last[name] for name in POINTS if name in last]
     names = {
         "free_s": "free (s)",
@@ -268,6 +281,7 @@ def main() -> int:
         "--points", nargs="*", default=[""], help="what their names begin with; all where none are given"
     )
     parser.add_argument("--here", action="store_true", help="in this process, one line without a stamp")
+    parser.add_argument("--free", action="store_true", help="recipes as in the last line of a point, where it has one")
     parser.add_argument("--table", action="store_true", help="write the table in docs/ anew, and nothing else")
     parser.add_argument("--output", type=Path, default=RESULTS / "folklore.jsonl")
     args = parser.parse_args()
@@ -277,9 +291,11 @@ def main() -> int:
     slower = False
     for name in (each for start in args.points for each in POINTS if each.startswith(start)):
         if args.here:
-            sys.stdout.write(json.dumps(compare(name)) + "\n")
+            known = _last(args.output).get(name) if args.free else None
+            sys.stdout.write(json.dumps(compare(name, known)) + "\n")
             continue
         command = [sys.executable, "-m", "benchmarks.folklore", "--here", "--points", name]
+        command += ["--output", str(args.output), *(["--free"] if args.free else [])]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         row = json.loads(done.stdout.splitlines()[-1])
         slower |= _is_slower(row)

@@ -13,6 +13,7 @@ from autopar.api.pipelining import Wanted
 from autopar.api.schedules import run_of, ways_to_run
 from autopar.api.sequences import share_of_tokens
 from autopar.api.solving import Solving
+from autopar.api.turns import AT_MOST
 from autopar.api.wishes import Wishes
 from autopar.api.works import Works
 from autopar.costs.rough import Rough
@@ -110,14 +111,15 @@ class Estimates:
     def relaxed_s(self, trial: Trial, left_s: float | None = None) -> float:
         """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another.
 
-        Not after `left_s`: what is left for trials is what the relaxation may take by default.
+        Not after `left_s`: a share of what is left for trials is what the relaxation may take by default.
         """
         try:
             _, pricing = self.solving.price(trial, self.wishes)
         except (CostModelError, InfeasibleError) as error:
             self.no_price.setdefault(shape_of(trial).width, str(error))
             return inf
-        limits = Limits(inf, max(self.left_s() if left_s is None else left_s, 0.1), seed=self.solving.options.seed)
+        left_s = AT_MOST * self.left_s() if left_s is None else left_s
+        limits = Limits(inf, max(left_s, 0.1), seed=self.solving.options.seed)
         return Ilp(pricing.table).relaxed(limits).free_s
 
     def _sample_s(self, trial: Trial, recompute: Recompute) -> float:

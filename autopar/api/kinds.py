@@ -60,3 +60,15 @@ def varied(trials: Sequence[Trial]) -> list[Trial]:
 def kind_of(trial: Trial) -> tuple[Alone, Recompute]:
     """Return along how many ranks tokens and tensors are split, and what is recomputed."""
     return alone(trial), trial.recompute
+
+
+def is_harder(trial: Trial, than: Trial) -> bool:
+    """Return whether what is foreseen of a trial is too fast by no less than of another of its kind.
+
+    More stages divide less evenly, and with fewer micro-batches a stage what nobody foresaw is waited for more often.
+    """
+    if kind_of(trial) != kind_of(than) or (trial.depth > 1) != (than.depth > 1):
+        return False
+    if trial.depth == 1:
+        return True
+    return trial.depth >= than.depth and trial.microbatches * than.depth <= than.microbatches * trial.depth

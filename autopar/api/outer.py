@@ -90,8 +90,24 @@ class Outer:
             )
             relaxed, solutions = relaxed + done[0], solutions + done[1]
         self.standing.give_up(queue)
+        self._look_again(_RELAXED - relaxed, _SOLVED - solutions)
         self._climb()
         self._refine()
+
+    def _look_again(self, relaxed: int, solutions: int) -> None:
+        """Try what only estimates were against, of that which no bound is against, while numbers and time last.
+
+        An estimate is of the fastest schedule, and of memory on average: that a size was slower than its own says
+        little of the next smaller one.
+        """
+        while relaxed > 0 and solutions > 0 and self.standing.left_to_try_s > 0:
+            doubted = self.standing.doubted()
+            if not doubted:
+                return
+            chunk = doubted[: min(_CHUNK, relaxed)]
+            self.standing.reopen(chunk)
+            done = self._best_first(chunk, f"look again at {len(doubted)} trials", solutions, doubting=False)
+            relaxed, solutions = relaxed - len(chunk), solutions - done[1]
 
     def first_that_fits(self) -> Solved | None:
         """Return a plan of one of the likeliest trials that time was too short for, however long that takes."""
@@ -107,11 +123,12 @@ class Outer:
                 return found
         return None
 
-    def _best_first(self, trials: Sequence[Trial], phase: str, most: int) -> tuple[int, int]:
+    def _best_first(self, trials: Sequence[Trial], phase: str, most: int, *, doubting: bool = True) -> tuple[int, int]:
         """Relax and solve trials, what promises most first; return how many of each.
 
         A trial's turn to be relaxed comes by its estimate, that to be solved by its bound, if that is larger. So a good
         plan that is found early spares the others both; and plans show by how much estimates of their kind are off.
+        `doubting`: what only estimates are against is given up, too.
         """
         heap: list[Turn] = [(0.0, place, trial) for place, trial in enumerate(trials)]
         relaxed = solutions = 0
@@ -125,16 +142,16 @@ class Outer:
                 )
                 _, place, one = turn
                 if isinstance(one, Waiting):
-                    solutions += self._solve(one, most - solutions, len(heap), len(trials))
+                    solutions += self._solve(one, most - solutions, len(heap), len(trials), doubting=doubting)
                 elif one in self.standing.likely and (
                     self.standing.left_to_try_s <= 0
-                    or self.standing.is_hopeless(one)
-                    or self.standing.is_outdone(one, self.standing.known_bound_s(one))
+                    or self.standing.is_hopeless(one, doubting=doubting)
+                    or self.standing.is_outdone(one, self.standing.known_bound_s(one), doubting=doubting)
                 ):
                     self.standing.give_up([one])
                 else:
                     self.progress.phase(phase)
-                    found = self.standing.relax(one)
+                    found = self.standing.relax(one, AT_MOST if len(heap) > 1 else 1.0)
                     relaxed += 1
                     self.progress.update(done=relaxed, total=len(trials))
                     if found is not None:
@@ -147,17 +164,20 @@ class Outer:
             raise
         return relaxed, solutions
 
-    def _solve(self, one: Waiting, most: int, left: int, total: int) -> bool:
+    def _solve(self, one: Waiting, most: int, left: int, total: int, *, doubting: bool = True) -> bool:
         """Solve one of the trials left unless it is no better than the best plan; return whether it was solved."""
         if most <= 0:
             self.standing.solved.append(left_out(one.trial, one.bound_s, "not solved: others looked better"))
             return False
         beaten_s = self.standing.best_s * self.standing.slack(one.trial)
-        if self.standing.is_outdone(one.trial, one.bound_s):
+        if self.standing.is_outdone(one.trial, one.bound_s, doubting=doubting):
             self.standing.solved.append(left_out(one.trial, one.bound_s, "not solved: others of its kind were slower"))
+            if doubting:
+                self.standing.left.add(one.trial)
             return False
         self.progress.phase(f"solve {left} of {len(self.standing.solved) + left}, best bound first")
-        room_s = self.standing.left_to_try_s * (1.0 if self.standing.best is None or left == 1 else AT_MOST)
+        alone = one.ended and (self.standing.best is None or left == 1)
+        room_s = self.standing.left_to_try_s * (1.0 if alone else AT_MOST)
         found = self.standing.solving.solve(one, self.standing.wishes, self._ways(one.trial), beaten_s, room_s)
         self.standing.solved.append(found)
         if found.solution.status == "interrupted":
@@ -195,8 +215,7 @@ class Outer:
             left -= len(near)
             for trial in near:
                 if self.standing.left_to_try_s > 0 and not self.standing.needs_less(trial):
-                    self.standing.solved = [one for one in self.standing.solved if one.trial != trial]
-                    self.standing.left.discard(trial)
+                    self.standing.reopen([trial])
                     self.standing.likely.pop(trial, None)
                     self._best_first([trial], "try other micro-batches", 1)
 
@@ -244,6 +263,8 @@ class Outer:
         # nobody knows by how much until one was tried.
         off: dict[tuple[bool, bool], float] = {}
         for one in likely[:_LIGHTENED]:
+            if standing.left_s <= 0:
+                break  # the rest of the time is for proofs
             alike, hoped_s = (one.trial.depth > 1, one.trial.microbatches > 1), one.step_s / standing.slack(one.trial)
             foreseen_s = max(standing.lightest_s(one.trial), off.get(alike, 0.0) * hoped_s)
             if foreseen_s >= standing.best_s * (1.0 - standing.solving.options.gap):

@@ -76,6 +76,9 @@ class Waiting:
     free_s: float
     """The same if memory were no limit."""
 
+    ended: bool = True
+    """Whether time was enough to relax it: if not, it is not enough to solve it, either, and the bound is a low one."""
+
 
 @dataclass
 class Solving:
@@ -235,7 +238,8 @@ class Solving:
         if relaxed.bound_s == inf:
             nothing, free_s = Solution("infeasible", (), inf, inf), relaxed.free_s / apart
             return Solved(trial, nothing, why_not=WHY_NOT["infeasible"], free_s=free_s)
-        return Waiting(trial, links, pricing, program, relaxed.bound_s / apart, relaxed.free_s / apart)
+        bound_s, free_s = relaxed.bound_s / apart, relaxed.free_s / apart
+        return Waiting(trial, links, pricing, program, bound_s, free_s, relaxed.ended)
 
     def unbounded(self, trial: Trial, wishes: Wishes) -> Waiting | None:
         """Return the trial priced, without a bound; `None` if it is impossible."""

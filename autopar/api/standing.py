@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
 from autopar.api.estimating import Estimates
-from autopar.api.kinds import kind_of, shape_of
+from autopar.api.kinds import shape_of
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Best, Proofs
 from autopar.api.schedules import other_schedules, ways_to_run
 from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
-from autopar.api.turns import turn_s
+from autopar.api.turns import off_by, turn_s
 from autopar.api.wishes import Wishes
 from autopar.api.works import Works
 from autopar.figures import format_bytes, format_seconds
@@ -112,7 +112,12 @@ class Standing:
         )
 
     def turn_s(self, one: Trial | Waiting) -> float:
-        """Return the larger of its bound and its estimate: only this counts what recomputing less is hoped to save."""
+        """Return the larger of its bound and its estimate: only this counts what recomputing less is hoped to save.
+
+        What time was too short to relax comes last.
+        """
+        if isinstance(one, Waiting) and not one.ended:
+            return inf
         trial, bound_s = (one.trial, one.bound_s) if isinstance(one, Waiting) else (one, 0.0)
         return max(bound_s, turn_s(trial, self.likely.get(trial, 0.0), self.estimates_off))
 
@@ -123,36 +128,54 @@ class Standing:
         return {each.trial: each.step_s / self.slack(each.trial) / self.likely[each.trial] for each in known}
 
     def off(self, trial: Trial) -> float:
-        """Return how many times as long as their bounds the plans of pipelines of a trial's kind take at least."""
-        alike = [
-            one.step_s / one.solution.bound_s
-            for one in self.solved
-            if one.outcome is not None and one.trial.depth > 1 and kind_of(one.trial) == kind_of(trial)
-        ]
-        return min(alike, default=1.0) if trial.depth > 1 else 1.0
+        """Return how many times as long as its bound a pipeline takes at least, by what others of its kind do."""
+        if trial.depth == 1:
+            return 1.0
+        known = {one.trial: one.step_s / one.solution.bound_s for one in self.solved if one.outcome is not None}
+        return off_by(trial, known) or 1.0
 
     def slack(self, trial: Trial) -> float:
         """Return how many times as long as the best plan a trial may take: what recomputing less is to save."""
         return self.estimates.slack(trial)
 
-    def is_hopeless(self, trial: Trial) -> bool:
-        """Return whether a trial, by what is known before it is relaxed, is not better than the best plan."""
-        return self.is_beaten(trial) or self.is_unlikely(trial) or self.needs_less(trial)
+    def is_hopeless(self, trial: Trial, *, doubting: bool = True) -> bool:
+        """Return whether a trial, by what is known before it is relaxed, is not better than the best plan.
+
+        `doubting`: or by its estimate.
+        """
+        return self.is_beaten(trial) or (doubting and self.is_unlikely(trial)) or self.needs_less(trial)
+
+    def doubted(self) -> list[Trial]:
+        """Return the trials that only estimates were against, the likeliest first."""
+        found = [
+            one.trial
+            for one in self.solved
+            if one.trial in self.left
+            and not self.is_hopeless(one.trial, doubting=False)
+            and not self.is_outdone(one.trial, one.solution.bound_s, doubting=False)
+            and not self.is_good(self.fluid_of(one.trial).step_s)
+        ]
+        return sorted(found, key=self.turn_s)
+
+    def reopen(self, trials: Sequence[Trial]) -> None:
+        """Forget that trials were left out."""
+        self.solved = [one for one in self.solved if one.trial not in trials]
+        self.left.difference_update(trials)
 
     def is_unlikely(self, trial: Trial) -> bool:
-        """Return whether a trial's estimate is too slow, as far as estimates of its kind were off."""
-        off = [times for each, times in self.estimates_off.items() if kind_of(each) == kind_of(trial)]
-        if self.likely[trial] > _UNLIKELY * self.best_s:
-            return True
-        return bool(off) and min(off) * self.likely[trial] > _SLOWER * self.best_s
+        """Return whether a trial's estimate is too slow, corrected by how far off estimates were if that is known."""
+        off = off_by(trial, self.estimates_off)
+        if off is None:
+            return self.likely[trial] > _UNLIKELY * self.best_s
+        return off * self.likely[trial] > _SLOWER * self.best_s
 
-    def is_outdone(self, trial: Trial, bound_s: float) -> bool:
+    def is_outdone(self, trial: Trial, bound_s: float, *, doubting: bool = True) -> bool:
         """Return whether a trial with such a bound is not worth solving: others of its kind were slower than theirs.
 
-        Only recomputing less could make it the best. That has to make up for what others were slower by, and for what
-        these may save themselves.
+        Only recomputing less could make it the best. That has to make up for what others were slower by, if that is
+        `doubting` it, and for what these may save themselves.
         """
-        hoped_s = bound_s * self.off(trial) / self.slack(trial)
+        hoped_s = bound_s * (self.off(trial) if doubting else 1.0) / self.slack(trial)
         return bound_s >= self.best_s and hoped_s >= self.hoped_best_s
 
     def needs_less(self, trial: Trial) -> bool:
@@ -208,9 +231,12 @@ class Standing:
         whole_s = max(self.free_s.get(kin(Trial(ranks)), 0.0) for ranks in freer(trial.ranks))
         return max(*found, whole_s / self.solving.at_once(trial))
 
-    def relax(self, trial: Trial) -> Waiting | None:
-        """Return a trial with the bound of its relaxation; `None` if it is impossible, which is noted."""
-        found = self.solving.bound(trial, self.wishes, self.left_to_try_s)
+    def relax(self, trial: Trial, share: float = 1.0) -> Waiting | None:
+        """Return a trial with the bound of its relaxation; `None` if it is impossible, which is noted.
+
+        `share`: what it may take of the time left at most.
+        """
+        found = self.solving.bound(trial, self.wishes, share * self.left_to_try_s)
         if found.free_s:
             self.free_s[kin(trial)] = max(found.free_s, self.free_s.get(kin(trial), 0.0))
         if isinstance(found, Solved):

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from autopar.api.kinds import kind_of
+from autopar.api.kinds import is_harder
 from autopar.api.solving import Waiting
 from autopar.search.trials import Trial
 
 LATE = 0.4
 """Share of the time limit: with less than that left for trials it is late to be without a plan."""
 
-AT_MOST = 0.5
-"""Share of the time left that one trial may take to be solved where there is a plan and others wait."""
+AT_MOST = 0.2
+"""Share of the time left that one trial may take to be relaxed where others wait, or solved where there is a plan, too.
+
+What comes late in a long solution is the proof that little is left to gain; the others are further away. And what
+takes long to relax (an LSTM of some thousand operators, none of them equal, on free axes) is not solved in time.
+"""
 
 _AXIS = 0.02
 """Share of its seconds by which a trial comes later for each of its axes: with more of them it takes several times as
@@ -26,12 +30,18 @@ Turn = tuple[float, int, Trial | Waiting]
 def turn_s(trial: Trial, likely_s: float, off: Mapping[Trial, float]) -> float:
     """Return the seconds by which a trial's turn comes, of which an estimate is known.
 
-    `off`: how many times as long as estimated the plans took that were found. What is of a trial's kind, and as much
-    of a pipeline, is estimated wrong in the same way; that plans were faster brings no turn forward.
+    `off`: how many times as long as estimated the plans took that were found. That they were faster brings no turn
+    forward.
     """
-    kind = kind_of(trial), trial.depth > 1
-    alike = [times for each, times in off.items() if (kind_of(each), each.depth > 1) == kind]
-    return likely_s * max(1.0, min(alike, default=1.0)) * (1.0 + _AXIS * len(trial.ranks))
+    return likely_s * max(1.0, off_by(trial, off) or 1.0) * (1.0 + _AXIS * len(trial.ranks))
+
+
+def off_by(trial: Trial, off: Mapping[Trial, float]) -> float | None:
+    """Return how many times as long as foreseen a trial takes at least, if what is known of others tells.
+
+    What is of a trial's kind is foreseen wrong in the same way, and easier ones are so by no more.
+    """
+    return min((times for each, times in off.items() if is_harder(trial, each)), default=None)
 
 
 def alternating(trials: Sequence[Trial]) -> list[Trial]:

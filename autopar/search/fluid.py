@@ -21,8 +21,11 @@ in I:
     and of any boundary between ranks that m values cross one after another, the last of them down and back after that
         T >= sum over all stages (F + I) + (m - 1) * one transfer
 
-To each is added what transfers take on the ways that it counts, there and back. Where n boundaries are between the same
-two ranks, in turn, m * n transfers take no more than T either.
+    blocks stay whole: of the R (j - 1) + 1 that take longest, R ranks, one has j
+        T >= m * sum over the j of these that take least (F + I + W)     for every j
+
+To each but the last is added what transfers take on the ways that it counts, there and back. Where n boundaries are
+between the same two ranks, in turn, m * n transfers take no more than T either.
 
 Narayanan et al. 2021 and Qi et al. 2024 have these times for even stages (sources in `cost_models.pipeline`).
 """
@@ -191,7 +194,22 @@ def least_step_s(
     every = (busy, many * blocks.elsewhere_s + beside_all_s if share == 1.0 else 0.0)
     seconds = (share * np.vstack(less), np.concatenate(beside))
     least_s = _solved(blocks, kind, stage, seconds, every, room / budget_bytes, len(flow.moments))
-    return max(least_s, many * flow.between_two * handing.least_s) if least_s else 0.0
+    whole_s = share * many * least_of_one_s(np.repeat(least_of_each_s(blocks), blocks.counts), len(flow.moments))
+    return max(least_s, whole_s, many * flow.between_two * handing.least_s) if least_s else 0.0
+
+
+def least_of_each_s(blocks: Fluid) -> Floats:
+    """Return [kind] seconds that a block takes for one micro-batch, recomputed in the way that takes least."""
+    least: Floats = blocks.forward_s + blocks.input_gradient_s + blocks.weight_gradient_s + blocks.again_s.min(axis=1)
+    return least
+
+
+def least_of_one_s(each_s: Floats, ranks: int) -> float:
+    """Return seconds that the busiest of so many ranks has to do at least, of blocks that stay whole."""
+    ahead = np.concatenate([[0.0], np.sort(each_s)[::-1].cumsum()])
+    longest = np.arange(1, len(each_s) + 1, ranks)
+    held = np.arange(1, len(longest) + 1)
+    return float((ahead[longest] - ahead[longest - held]).max())
 
 
 def _held_bytes(blocks: Fluid, flow: Flow, kind: Ints, way: Ints, stage: Ints) -> Floats:

@@ -80,6 +80,9 @@ class Relaxed:
     free_s: float
     """No assignment is faster, were memory no limit."""
 
+    ended: bool = True
+    """Whether time was enough; else both are what no data moved takes."""
+
 
 @dataclass
 class _Model:
@@ -348,7 +351,7 @@ class Ilp:
             if status == highspy.HighsModelStatus.kInfeasible:
                 return Relaxed(np.inf, free)
             if status != highspy.HighsModelStatus.kOptimal:
-                return Relaxed(bound, free)
+                return Relaxed(bound, free, ended=number > 0)
             bound = max(bound, float(solver.getInfo().objective_function_value))
             free = free if number else bound
             options = self._nearest(np.array(solver.getSolution().col_value))

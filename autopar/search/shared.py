@@ -4,6 +4,7 @@
     such that     m * the work of what the ranks of a kind have     <= T * how many they are
                   forward and input gradients of all blocks         <= T
                   what ranks hold of one micro-batch in flight      <= their memory, together
+                  m * the work of blocks that one rank has whole    <= T    as in `fluid`, each on its fastest device
 
 Which ranks come first, where the program is cut and by what schedule it runs is left open, and so are messages and all
 of bubbles but the way of one micro-batch: every rank computes all micro-batches of its blocks, and holds all that one
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from autopar.search.fluid import ROUNDING, Fluid, worth_recomputing
+from autopar.search.fluid import ROUNDING, Fluid, least_of_each_s, least_of_one_s, worth_recomputing
 from autopar.search.minimised import minimised
 
 
@@ -58,4 +59,7 @@ def least_shared_s(kinds: Sequence[Ranks], microbatches: int) -> float:
         rows[blocks + len(kinds) + kind, own_columns] = room
     lower = np.concatenate([counts, np.full(2 * len(kinds) + 1, -highspy.kHighsInf)])
     upper = np.concatenate([counts, np.zeros(len(kinds)), np.ones(len(kinds)), [0.0]])
-    return minimised(rows, lower, upper, np.full(columns, highspy.kHighsInf)) * scale_s * (1.0 - ROUNDING)
+    least_s = minimised(rows, lower, upper, np.full(columns, highspy.kHighsInf)) * scale_s * (1.0 - ROUNDING)
+    fastest_s = np.minimum.reduce([least_of_each_s(each.blocks) for each in kinds])
+    ranks = sum(each.count for each in kinds)
+    return max(least_s, microbatches * least_of_one_s(np.repeat(fastest_s, counts), ranks))

@@ -351,8 +351,79 @@ def test_sizes_of_micro_batches_near_the_best_are_tried_though_their_estimates_a
     search.standing.likely = {best: 0.5, near: 9.0}
     search._near = lambda _: [each for each in (near,) if each not in tried]  # type: ignore[method-assign]
     search.standing.estimates.more = lambda trials, *, fits: dict.fromkeys(trials, 9.0)  # type: ignore[method-assign]
-    search.standing.relax = lambda trial: tried.append(trial)  # type: ignore[method-assign,func-returns-value]
+    search.standing.relax = lambda trial, _: tried.append(trial)  # type: ignore[method-assign,func-returns-value]
 
     search._climb()
 
     assert tried == [near]
+
+
+@pytest.mark.parametrize(("bound_s", "relaxed"), [(0.8, True), (0.995, False)])
+def test_what_only_its_estimate_is_against_is_relaxed_in_the_end(bound_s: float, relaxed: bool):
+    """Its estimate is three times the best plan's seconds; a bound within the gap of them proves it no better."""
+    search = outer()
+    slow, best = (Trial((MeshAxis("microbatch", count), MeshAxis("dp_shard", 4))) for count in (2, 4))
+    search.standing.solved.append(Solved(best, Solution("gap", (0,), 1.0, 1.0), Mock(), 1.0))
+    search.standing.likely = {slow: 3.0}
+    search.standing.fluid_of = lambda _: Mock(step_s=bound_s)  # type: ignore[method-assign]
+    search.standing.relax = Mock(return_value=None)  # type: ignore[method-assign]
+    assert search.standing.is_unlikely(slow)
+    search.standing.give_up([slow])
+
+    search._look_again(6, 2)
+
+    assert search.standing.relax.called == relaxed
+
+
+@pytest.mark.parametrize(("relaxed", "solutions"), [(0, 2), (6, 0)])
+def test_what_estimates_are_against_is_left_where_numbers_are_used_up(relaxed: int, solutions: int):
+    search = outer()
+    slow, best = (Trial((MeshAxis("microbatch", count), MeshAxis("dp_shard", 4))) for count in (2, 4))
+    search.standing.solved.append(Solved(best, Solution("gap", (0,), 1.0, 1.0), Mock(), 1.0))
+    search.standing.likely = {slow: 3.0}
+    search.standing.relax = Mock(return_value=None)  # type: ignore[method-assign]
+    search.standing.give_up([slow])
+
+    search._look_again(relaxed, solutions)
+
+    assert not search.standing.relax.called
+    assert [one.trial for one in search.standing.solved] == [best, slow]
+
+
+@pytest.mark.parametrize(("off", "unlikely"), [(0.8, False), (0.95, True), (None, True)])
+def test_an_estimate_that_is_too_slow_for_its_kind_is_corrected(off: float | None, unlikely: bool):
+    """1.3 times the best plan's seconds, of a kind whose plans were faster than estimated."""
+    standing = outer().standing
+    one, known, best = (
+        Trial((MeshAxis("microbatch", count), MeshAxis(role, 4)))
+        for count, role in ((2, "dp_shard"), (4, "dp_shard"), (4, "tp"))
+    )
+    standing.likely = {one: 1.3} if off is None else {one: 1.3, known: 1.2 / off}
+    for trial, step_s in ((best, 1.0), (known, 1.2)):
+        standing.solved.append(Solved(trial, Solution("gap", (0,), step_s, step_s), Mock(), step_s))
+
+    assert standing.is_unlikely(one) == unlikely
+
+
+def test_what_takes_too_long_to_relax_leaves_time_for_others_and_is_solved_last(monkeypatch: pytest.MonkeyPatch):
+    """Its bound is low for want of time; the other, which takes none, is solved before it."""
+    monkeypatch.setattr("time.process_time", lambda: 0.0)
+    search, done = outer(time_limit=1000), []
+    search.standing.started = 0.0
+    slow, quick = Trial((MeshAxis("free", 4),)), Trial((MeshAxis("dp_replicate", 4),))
+
+    def bound(trial: Trial, _: object, left_s: float) -> Waiting:
+        done.append(left_s)
+        return Waiting(trial, Mock(), Mock(), Mock(), 0.5 if trial == slow else 1.0, 0.0, ended=trial != slow)
+
+    def solve(one: Waiting, *_: object) -> Solved:
+        done.append(one.trial)
+        return Solved(one.trial, Solution("gap", (0,), one.bound_s, one.bound_s), Mock(), 1.0)
+
+    search.standing.solving = Mock(wraps=search.standing.solving)
+    search.standing.solving.options = PlanOptions.parse(time_limit=1000)
+    search.standing.solving.bound, search.standing.solving.solve = bound, solve
+
+    search._best_first([slow, quick], "bound", 2)
+
+    assert done == [pytest.approx(160.0), pytest.approx(160.0), quick, slow]

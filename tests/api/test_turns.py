@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.api.turns import alternating, turn_s
+from autopar.api.turns import alternating, off_by, turn_s
 from autopar.search.meshes import MeshAxis
 from autopar.search.trials import Trial
 
@@ -40,3 +40,19 @@ def test_trials_on_more_axes_come_later():
     one, two = _sharded(8), Trial((MeshAxis("dp_replicate", 2), MeshAxis("dp_shard", 4)))
 
     assert turn_s(one, 1.0, {}) < turn_s(two, 1.0, {})
+
+
+def _cut(depth: int, microbatches: int) -> Trial:
+    return Trial((MeshAxis("microbatch", microbatches), MeshAxis("dp_shard", 2)), depth=depth)
+
+
+def test_a_pipeline_says_nothing_of_fewer_stages_or_more_micro_batches_a_stage():
+    """Of these an estimate is off by less: a size that fits badly ruled out the next smaller one, which fits."""
+    known = {_cut(4, 16): 1.2}
+
+    easier = [_cut(2, 8), _cut(4, 32), _cut(8, 64)]
+    harder = [_cut(4, 16), _cut(4, 8), _cut(8, 32)]
+
+    assert [off_by(each, known) for each in easier] == [None, None, None]
+    assert [off_by(each, known) for each in harder] == [1.2, 1.2, 1.2]
+    assert turn_s(easier[0], 1.0, known) == turn_s(easier[0], 1.0, {}) < turn_s(harder[0], 1.0, known)

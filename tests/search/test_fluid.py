@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.pipeline import Edge, PipelineCosts, StageCost
 from autopar.ir.schedule import PipelineSchedule
-from autopar.search.fluid import Flow, Fluid, Handing, least_step_s
+from autopar.search.fluid import Flow, Fluid, Handing, least_of_one_s, least_step_s
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
 
@@ -189,3 +189,27 @@ def test_programs_of_too_many_kinds_are_bound_by_nothing():
     blocks = Fluid(np.ones(200, dtype=np.int64), many, many, many, many[:, None] * 0, many[:, None], many, many)
 
     assert least_step_s(blocks, Flow.of(generate("1f1b", ranks=64, microbatches=64)), 64, 1e9) == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seconds=st.lists(st.integers(0, 9), min_size=1, max_size=7), ranks=st.integers(1, 4))
+def test_no_share_out_of_whole_blocks_leaves_the_busiest_rank_less(seconds: list[int], ranks: int):
+    loads = (
+        max(sum(each for each, taker in zip(seconds, takers, strict=True) if taker == rank) for rank in range(ranks))
+        for takers in product(range(ranks), repeat=len(seconds))
+    )
+
+    assert max(max(seconds), sum(seconds) if ranks == 1 else 0) <= least_of_one_s(np.array(seconds), ranks)
+    assert least_of_one_s(np.array(seconds), ranks) <= min(loads)
+
+
+@pytest.mark.parametrize(("counts", "busiest"), [((1, 1, 1), 12.0), ((1, 7, 1), 9.0)])
+def test_one_block_is_not_shared_by_ranks(counts: tuple[int, ...], busiest: float):
+    """Of three blocks, one takes 12 s of 14; nine of 3, 3 and 1 s are three a rank, or more of the short ones."""
+    seconds = np.array([1.0, 12.0, 1.0]) if counts[1] == 1 else np.array([3.0, 3.0, 1.0])
+    none = np.zeros((3, 1))
+    blocks = Fluid(np.array(counts), seconds, 0 * seconds, 0 * seconds, none, none, 0 * seconds, 0 * seconds)
+
+    bound_s = least_step_s(blocks, Flow.of(generate("1f1b", ranks=3, microbatches=100)), 100, 1.0)
+
+    assert 100 * busiest <= bound_s < 100 * busiest + 20

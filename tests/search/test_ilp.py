@@ -274,3 +274,15 @@ def test_an_interrupted_relaxation_interrupts_the_search(monkeypatch: pytest.Mon
 
     with pytest.raises(KeyboardInterrupt):
         Ilp(make_table(np.random.default_rng(0), 3, 2)).relaxed(Limits(memory_bytes=100.0))
+
+
+def test_a_relaxation_without_time_says_so_and_bounds_by_what_no_data_moved_takes(monkeypatch: pytest.MonkeyPatch):
+    table = make_table(np.random.default_rng(0), 3, 2)
+    fastest_s = sum((node.seconds.sum(axis=1) + node.optimizer_s).min() for node in table.nodes)
+    assert Ilp(table).relaxed(Limits(memory_bytes=np.inf)).ended
+    monkeypatch.setattr("autopar.search.ilp._run", lambda *_: "time_limit")
+
+    found = Ilp(table).relaxed(Limits(memory_bytes=np.inf))
+
+    assert not found.ended
+    assert found.bound_s == found.free_s == pytest.approx(fastest_s)
