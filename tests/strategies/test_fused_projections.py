@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import autopar
 
@@ -24,7 +23,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (each.view(BATCH, SEQ, HEADS, -1).transpose(1, 2) for each in self.qkv(x).split(WIDTH, 2))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).reshape(BATCH, SEQ, WIDTH))
 
 
@@ -36,7 +35,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(x).chunk(2, -1)
-        return x + self.down(F.silu(gate) * value)
+        return x + self.down(nn.functional.silu(gate) * value)
 
 
 class Merged(nn.Module):
