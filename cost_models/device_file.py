@@ -243,8 +243,13 @@ def _refuse_sparse(name: str, section: Section, peaks: dict[str, float], memory:
 
 
 def _refuse_another_memory(preset: str, memory: Section) -> None:
-    """Refuse a capacity or bandwidth of another device than the preset; less is a part of it, or capped."""
+    """Refuse a capacity or bandwidth of another device than the preset; less is a part of it, or capped.
+
+    A CPU's memory is what its owner put in.
+    """
     base = catalogued_device(preset)
+    if base.kind == "cpu":
+        return
     for key, parse, of_preset, told in (
         ("capacity", units.parse_bytes, base.memory_bytes, units.format_bytes),
         ("bandwidth", units.parse_bandwidth, base.memory_bytes_per_s, units.format_rate),

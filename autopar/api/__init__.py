@@ -171,6 +171,8 @@ def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -
         raise UsageError('no cluster given: pass a ClusterSpec, a YAML path or a shorthand such as "cpu:4"')
     if isinstance(given, ClusterSpec):
         return given
+    if isinstance(given, Plan):
+        raise UsageError("the cluster given is a plan: pass it as plan=..., beside the cluster or without one")
     try:
         return ClusterSpec.parse(str(given))
     except CostModelError as error:

@@ -192,12 +192,17 @@ def test_software_on_transformer_engine_keeps_what_it_casts_and_torchao_does_not
 
 
 def test_pure_bf16_has_no_float32_beside_its_parameters():
-    mixed, pure = (_priced(_row(framework="pytorch", precision=each)) for each in ("bf16", "bf16-true"))
+    mixed, pure = (_priced(_row(framework="pytorch", precision=each, autocast="no")) for each in ("bf16", "bf16-true"))
 
     # A float32 copy, two moments in float32: 12 bytes a parameter; two in bf16: 4.
     assert pure.memory.parameters == mixed.memory.parameters
     assert mixed.memory.optimizer == pytest.approx(3 * pure.memory.optimizer, rel=1e-3)
     assert pure.step_time_s < mixed.step_time_s
+
+    under_autocast = _priced(_row(framework="pytorch", precision="bf16"))
+    # Parameters are the float32 copy.
+    assert under_autocast.memory.parameters == 2 * pure.memory.parameters
+    assert under_autocast.memory.optimizer == pytest.approx(2 * pure.memory.optimizer, rel=1e-3)
 
 
 def test_experts_weighed_inside_their_activation_keep_no_output():
