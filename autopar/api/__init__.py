@@ -171,7 +171,8 @@ def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -
         raise UsageError('no cluster given: pass a ClusterSpec, a YAML path or a shorthand such as "cpu:4"')
     if isinstance(given, ClusterSpec):
         return given
-    if isinstance(given, Plan):
+    anything: object = given
+    if isinstance(anything, Plan):
         raise UsageError("the cluster given is a plan: pass it as plan=..., beside the cluster or without one")
     try:
         return ClusterSpec.parse(str(given))
