@@ -23,7 +23,7 @@ _OF_RESULT: Mapping[str, float] = {
     "native_dropout": 8.0, "bernoulli": 8.0, "rand_like": 4.0, "rand": 4.0, "randn": 8.0, "randn_like": 8.0,
     "where": 1.0, "masked_fill": 1.0, "gather": 1.5, "scatter": 2.0, "scatter_add": 1.8, "cumsum": 0.9, "cumprod": 0.9,
     "native_batch_norm": 1.8, "_native_batch_norm_legit": 1.8, "_native_batch_norm_legit_functional": 1.8,
-    "avg_pool2d_backward": 1.7, "upsample_nearest2d": 0.6, "upsample_bilinear2d": 2.4, "upsample_bicubic2d": 10.0,
+    "avg_pool2d_backward": 1.7, "upsample_nearest2d": 0.6, "upsample_bilinear2d": 2.4, "upsample_bicubic2d": 7.1,
     "grid_sampler_2d": 2.5, "im2col": 1.4, "_fft_r2c": 3.0, "_fft_c2r": 1.2, "_fft_c2c": 3.0, "_cdist_forward": 2.2,
 }  # fmt: skip
 """By operator, for each element of its largest result.
