@@ -16,26 +16,34 @@ from autopar.ir.plan import Decisions, OperatorDecision
 from autopar.ir.strategy import MeshStrategy, Strategy
 
 OWN = "own"
-"""Lowering along time of an operator that a micro-batch does on its own rows as if they were all there are."""
+"""Lowering of an operator that a micro-batch, or a rank, does on its own rows as if they were all there are."""
 
 
 def joined(time: Placement, layout: Layout, count: int) -> Layout:
     """Return the layout over time and ranks of what lies in `layout` within each of `count` micro-batches."""
-    return (time, *(Shard(p.dim, p.outer * count) if _inside(p, time, 1) else p for p in layout))
+    return (time, *(dataclasses.replace(p, outer=p.outer * count) if _inside(p, time, 1) else p for p in layout))
 
 
 def parted(layout: Layout, count: int) -> tuple[Placement, Layout]:
     """Return what `joined` was given: the placement along time, and the layout within a micro-batch."""
-    time, *ranks = layout
-    return time, tuple(Shard(p.dim, p.outer // count) if _inside(p, time, count) else p for p in ranks)
+    return _parted(layout, 0, count)
 
 
-def within(strategy: MeshStrategy, count: int) -> tuple[Strategy, MeshStrategy]:
-    """Return what an operator does along time, and on the ranks within one of `count` micro-batches."""
-    return strategy.axes[0], MeshStrategy(
-        axes=strategy.axes[1:],
-        inputs=tuple(parted(each, count)[1] for each in strategy.inputs),
-        outputs=tuple(None if each is None else parted(each, count)[1] for each in strategy.outputs),
+def _parted(layout: Layout, axis: int, count: int) -> tuple[Placement, Layout]:
+    mine, others = layout[axis], (*layout[:axis], *layout[axis + 1 :])
+    inside = (dataclasses.replace(p, outer=p.outer // count) if _inside(p, mine, count) else p for p in others)
+    return mine, tuple(inside)
+
+
+def within(strategy: MeshStrategy, count: int, axis: int = 0) -> tuple[Strategy, MeshStrategy]:
+    """Return what an operator does along an axis of `count` parts of the batch, and on the other axes within one.
+
+    Axis 0 is that of the micro-batches where a mesh has time.
+    """
+    return strategy.axes[axis], MeshStrategy(
+        axes=(*strategy.axes[:axis], *strategy.axes[axis + 1 :]),
+        inputs=tuple(_parted(each, axis, count)[1] for each in strategy.inputs),
+        outputs=tuple(None if each is None else _parted(each, axis, count)[1] for each in strategy.outputs),
     )
 
 

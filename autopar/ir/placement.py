@@ -12,6 +12,10 @@ contiguous split. Splitting one dimension by two axes nests, DTensor's
 A dimension that merges `[batch, sequence]` and is split along the sequence is
 `Shard(0, outer=batch)`.
 
+Tokens that each rank sorts by expert by itself are no part of what one device has, sorted: `Shard(0, own)` says that a
+rank holds its own rows in an order of its own, `Partial(own)` that it counts these, `Shard(0, first)` that every rank
+holds the first block, places from 0. Nothing leads from or to an own one: who reads it takes it as it is.
+
 Splits are even, but for what a program starts from and ends with: of a parameter
 at rest and of its gradient, the innermost shard of a dimension may be *padded*.
 Each rank then has room for `ceil(N / n)` elements, of which the last ranks use
@@ -22,7 +26,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Rows = Literal["", "own", "first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +46,12 @@ class Shard:
 
     dim: int
     outer: int = 1
+    rows: Rows = ""
+    """`own`: rank `i` has the rows of its block in another order, its own; `first`: every rank has block 0."""
 
     def __str__(self) -> str:
-        return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, outer={self.outer})"
+        outer = "" if self.outer == 1 else f", outer={self.outer}"
+        return f"Shard({self.dim}{outer}{', ' * bool(self.rows)}{self.rows})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ class Partial:
     """Every rank of the axis holds a term; `reduce` of all of them is the value."""
 
     reduce: str = "sum"
+    """`own`: of the rank's own rows, which nothing sums."""
 
     def __str__(self) -> str:
         return f"Partial({self.reduce})"
@@ -58,7 +69,8 @@ Placement = Replicate | Shard | Partial
 Layout = tuple[Placement, ...]
 """One placement a mesh axis, in mesh order."""
 
-_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)(?:,\s*outer=(\d+))?\)|S(\d+)")
+_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)(?:,\s*outer=(\d+))?(?:,\s*(own|first))?\)|S(\d+)")
+_ROWS: dict[str | None, Rows] = {None: "", "own": "own", "first": "first"}
 _PARTIAL = re.compile(r"P(?:artial)?\((\w*)\)|P")
 
 
@@ -72,24 +84,22 @@ def parse_placement(text: str) -> Placement:
     if word in {"R", "Replicate", "Replicate()"}:
         return Replicate()
     if match := _SHARD.fullmatch(word):
-        dim, outer, short = match.groups()
-        return Shard(int(short if short is not None else dim), int(outer or 1))
+        dim, outer, rows, short = match.groups()
+        return Shard(int(short if short is not None else dim), int(outer or 1), _ROWS[rows])
     if match := _PARTIAL.fullmatch(word):
         return Partial(match.group(1) or "sum")
     raise ValueError(f"{text!r} is no placement; use Replicate(), Shard(DIM) or Partial(sum)")
 
 
 def short(placement: Placement | None) -> str:
-    """Return the placement's short form for tables and pictures: `R`, `S0`, `S0/8`, `P`."""
+    """Return the placement's short form for tables and pictures: `R`, `S0`, `S0/8`, `S0own`, `P`."""
     match placement:
         case None:
             return "-"
         case Replicate():
             return "R"
-        case Shard(dim, 1):
-            return f"S{dim}"
-        case Shard(dim, outer):
-            return f"S{dim}/{outer}"
+        case Shard(dim, outer, rows):
+            return f"S{dim}" + (f"/{outer}" if outer > 1 else "") + rows
         case Partial("sum"):
             return "P"
         case Partial(reduce):
@@ -167,16 +177,22 @@ def nest(layout: Layout, sizes: Sequence[int]) -> Layout:
 
     Each axis of `layout` was chosen by itself; `(S0, S0)` on sizes (2, 4) becomes `(S0, S0/2)`.
     """
-    taken: dict[Shard, int] = {}
+    taken: dict[tuple[int, int], int] = {}
     nested: list[Placement] = []
     for placement, size in zip(layout, sizes, strict=True):
         if isinstance(placement, Shard):
-            inside = taken.get(placement, 1)
-            taken[placement] = inside * size
-            nested.append(Shard(placement.dim, placement.outer * inside))
+            digit = placement.dim, placement.outer
+            inside = taken.get(digit, 1)
+            taken[digit] = inside * size
+            nested.append(replace(placement, outer=placement.outer * inside))
         else:
             nested.append(placement)
     return tuple(nested)
+
+
+def is_own(placement: Placement | None) -> bool:
+    """Return whether a rank holds what only means something beside its own other rows, and stays where it is."""
+    return (isinstance(placement, Shard) and placement.rows == "own") or placement == Partial("own")
 
 
 def is_at_rest(layout: Layout, sizes: Sequence[int]) -> bool:

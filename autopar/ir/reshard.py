@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_valid, local_shape, padding
+from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_own, is_valid, local_shape, padding
 
 StepKind = Literal["slice", "mask", "reduce_scatter", "all_to_all", "all_reduce", "all_gather"]
 
@@ -70,6 +70,8 @@ class NoRouteError(ValueError):
 
 
 def _kind(before: Placement, after: Placement) -> StepKind:
+    if not _leads(before, after):
+        raise NoRouteError(f"nothing leads from {before} to {after}")
     match before, after:
         case Replicate(), Shard():
             return "slice"
@@ -135,7 +137,11 @@ def _kind_through_replicate(have: Placement, want: Placement, size: int, *, unev
     A shard is gathered first where it becomes a partial, or a shard of a digit that overlaps
     its own, or one of both is padded: ranks would then exchange blocks of unequal size.
     """
-    if isinstance(have, Shard) and (isinstance(want, Partial) or uneven or _overlap(have, want, size)):
+    if (
+        isinstance(have, Shard)
+        and _leads(have, want)
+        and (isinstance(want, Partial) or uneven or _overlap(have, want, size))
+    ):
         return "all_gather"
     return _kind(have, want)
 
@@ -151,6 +157,16 @@ def _overlap(have: Shard, want: Placement, size: int) -> bool:
 def is_reachable(before: Layout, after: Layout) -> bool:
     """Return whether `route` finds steps from `before` to `after`."""
     return all(
-        have == want or not isinstance(want, Partial) or (want.reduce == "sum" and not isinstance(have, Partial))
+        have == want
+        or (
+            _leads(have, want)
+            and (not isinstance(want, Partial) or (want.reduce == "sum" and not isinstance(have, Partial)))
+        )
         for have, want in zip(before, after, strict=True)
     )
+
+
+def _leads(have: Placement, want: Placement) -> bool:
+    """Return whether ranks may bring rows from one placement to another: own rows stay, first ones are cut of all."""
+    first = any(isinstance(each, Shard) and each.rows == "first" for each in (have, want))
+    return not is_own(have) and not is_own(want) and (not first or have == Replicate())

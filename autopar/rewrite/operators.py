@@ -43,8 +43,8 @@ def emit(site: Site, node: fx.Node) -> Any:
     `site` holds the arguments with the sizes of the whole tensors, `node` is the operator in the captured graph.
     Without mesh axes the operator stays as it was.
     """
-    if site.mesh.time_axes and site.strategy.axes[0].lowering == OWN:
-        return _on_own_rows(site, node)
+    if own := site.axes(OWN):
+        return _on_own_rows(site, node, own[0])
     if not site.mesh.axes:
         return site.graph.create_node(node.op, node.target, site.args, site.kwargs, name=node.name)
     args, kwargs = localise(site.op, site.args, site.kwargs, site.strategy, site.mesh)
@@ -70,13 +70,13 @@ def _as_captured(site: Site, value: fx.Node, node: fx.Node) -> fx.Node:
     return site.call(_ATEN.transpose.int, across, -2, -1)
 
 
-def _on_own_rows(site: Site, node: fx.Node) -> Any:
-    """Append an operator as if the micro-batch were the whole batch: split among ranks, not in time."""
-    axis, inner = site.mesh.axes[0], Mesh(site.mesh.axes[1:])
-    time, strategy = within(site.strategy, axis.size)
-    inputs = tuple((each,) for each in time.inputs)
-    outputs = tuple(None if each is None else (each,) for each in time.outputs)
-    args, kwargs = localise(site.op, site.args, site.kwargs, MeshStrategy((time,), inputs, outputs), Mesh((axis,)))
+def _on_own_rows(site: Site, node: fx.Node, place: int) -> Any:
+    """Append an operator as if the part of the batch along an axis were all of it: split along the others alone."""
+    axis, inner = site.mesh.axes[place], Mesh((*site.mesh.axes[:place], *site.mesh.axes[place + 1 :]))
+    mine, strategy = within(site.strategy, axis.size, place)
+    inputs = tuple((each,) for each in mine.inputs)
+    outputs = tuple(None if each is None else (each,) for each in mine.outputs)
+    args, kwargs = localise(site.op, site.args, site.kwargs, MeshStrategy((mine,), inputs, outputs), Mesh((axis,)))
     made = tuple(
         None if meta is None or layout is None else _part(meta, layout, axis.size)
         for meta, layout in zip(site.op.outputs, outputs, strict=True)
@@ -89,12 +89,12 @@ def _on_own_rows(site: Site, node: fx.Node) -> Any:
         kwargs=kwargs,
         strategy=strategy,
         mesh=inner,
-        coordinate=site.coordinate[1:],
+        coordinate=(*site.coordinate[:place], *site.coordinate[place + 1 :]),
         metas=tuple(_part(meta, layout, axis.size) for meta, layout in zip(site.metas, inputs, strict=True)),
     )
     result = emit(small, node)
     for each in reversed(site.graph.nodes):
-        if each is before:
+        if each is before or not axis.in_time:
             break
         each.meta["own_rows"] = True
     return result

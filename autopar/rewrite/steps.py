@@ -101,8 +101,9 @@ class _Step:
         return placement
 
     def slice(self, value: fx.Node) -> fx.Node:
-        dim, runs = self._shard(self.step.after).dim, local_outer(self.step.after, self.step.axis, self.sizes)
-        at = self.writer.coordinate[self.step.axis]
+        after = self._shard(self.step.after)
+        dim, runs = after.dim, local_outer(self.step.after, self.step.axis, self.sizes)
+        at = 0 if after.rows == "first" else self.writer.coordinate[self.step.axis]
         value, _ = self._filled(value, dim)
         if runs == 1:
             length = self.shape_after[dim]

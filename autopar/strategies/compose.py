@@ -28,10 +28,12 @@ from autopar.ir.roles import CASTS, gradient_like, parameter_like
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
 from autopar.strategies.experts import by_experts, experts
+from autopar.strategies.factories import RULES as BLANK
 from autopar.strategies.following import follow_batch, follow_tokens
 from autopar.strategies.in_time import follow_in_time
 from autopar.strategies.nesting import fits_mesh
 from autopar.strategies.own_rows import runs_kept
+from autopar.strategies.own_samples import on_own_samples
 from autopar.strategies.padding import may_be_padded, with_padding
 from autopar.strategies.regions import region
 
@@ -148,6 +150,8 @@ def _on_axis(
         if grown == wanted:
             break
         wanted = grown
+    own = on_own_samples(graph, axis.size, found) if axis.role in {"batch", "free"} else {}
+    found |= {rep: each if axis.role == "batch" else (*found[rep], *each) for rep, each in own.items()}
     if axis.role == "sequence":
         found = _by_tokens(graph, reps, axis, found)
     elif axis.role == "expert":
@@ -329,6 +333,8 @@ def _followed(
             continue
         if op.name in ends and axis.shard_parameters:
             more += tuple(s for s in found[op.name] if not any(p == Replicate() for p in s.inputs))
+        if op.target in BLANK and axis.role != "time":
+            more += found[op.name][:1]  # the followed split need not divide on several axes together
         if op.name in ends and cast_up:
             more += _on_whole_values(op, found[op.name])
         kept[op.name] = tuple(dict.fromkeys((follow[op.name], *more)))

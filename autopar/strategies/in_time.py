@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Op, Ref, once_per_graph
@@ -49,6 +49,24 @@ def follow_in_time(graph: Graph, count: int, found: Mapping[str, tuple[Strategy,
     return follow if spread.cuts_what_was_relaid() or spread.crossing() - plain.crossing() else apart
 
 
+@dataclass(frozen=True)
+class Followed:
+    """What parts of a batch do with a program, each by itself, and what is known of its values then."""
+
+    strategies: Mapping[str, Strategy]
+    """By representative."""
+
+    where: Callable[[Ref], Placement | None]
+    facts: Mapping[Ref, Fact]
+    """Of values of which nothing is known there is none."""
+
+
+def followed(graph: Graph, count: int, found: Mapping[str, tuple[Strategy, ...]]) -> Followed:
+    """Return what `count` parts of the batch do, as `follow_in_time` where nothing is given to all samples."""
+    follower = _Follower(graph, count, found)
+    return Followed(follower.run(), follower.where, follower.facts)
+
+
 class _Follower:
     """Goes through a program once, and notes of every value where it is and what is known of it."""
 
@@ -63,7 +81,7 @@ class _Follower:
         self._placed: list[int] = [-1] * len(self._wiring.numbers)
         """Of each value by its number: which of the placements it has."""
 
-        self._facts: dict[Ref, Fact] = {}
+        self.facts: dict[Ref, Fact] = {}
         """Of values of which nothing is known there is none."""
 
         self._told = bytearray(len(self._wiring.numbers))
@@ -95,7 +113,8 @@ class _Follower:
         self._settle_blanks()
         return self._follow
 
-    def _where(self, ref: Ref) -> Placement | None:
+    def where(self, ref: Ref) -> Placement | None:
+        """Return where a value is, `None` where it is as good anywhere."""
         return self._placements[self._placed[self._wiring.numbers[ref]]]
 
     def _place(self, ref: Ref, placement: Placement | None) -> None:
@@ -110,13 +129,13 @@ class _Follower:
             (op.name, ref)
             for op in self._graph.ops
             for ref, wanted in self._read(op)
-            if self._where(ref) not in {None, Replicate(), wanted}
+            if self.where(ref) not in {None, Replicate(), wanted}
         }
 
     def cuts_what_was_relaid(self) -> bool:
         """Return whether rows are cut out of a whole value of which a view made them: nothing shows they are alike."""
         return any(
-            isinstance(self._follow[rep].inputs[slot], Shard) and self._where(ref) == Replicate()
+            isinstance(self._follow[rep].inputs[slot], Shard) and self.where(ref) == Replicate()
             for rep, slot, ref in _reads_of_relaid(self._graph)
         )
 
@@ -139,9 +158,9 @@ class _Follower:
     def _call(self, op: Op) -> None:
         rep = self._graph.representative(op.name)
         metas = tuple(self._graph.meta(ref) for ref in op.refs)
-        now = tuple(self._where(ref) for ref in op.refs)
+        now = tuple(self.where(ref) for ref in op.refs)
         call = Call(op, metas, self._count, ())
-        seen = Seen(op, call, now, tuple(self._facts.get(ref, Fact()) for ref in op.refs), self._sorts)
+        seen = Seen(op, call, now, tuple(self.facts.get(ref, Fact()) for ref in op.refs), self._sorts)
         try:
             mine, facts = self._found(seen, rep)
             if self._follow.setdefault(rep, mine) != mine:
@@ -166,9 +185,9 @@ class _Follower:
             self._place(ref, None if blank else placement)
             fact = Fact(ANY) if blank else facts[index]
             if fact != Fact():
-                self._facts[ref] = fact
+                self.facts[ref] = fact
                 self._told[self._wiring.numbers[ref]] = True
-        if not blank and not any(ref in self._facts for ref in op.refs) and all(each == Fact() for each in facts):
+        if not blank and not any(ref in self.facts for ref in op.refs) and all(each == Fact() for each in facts):
             numbers = self._wiring.numbers
             made = [self._placed[numbers[Ref(op.name, index)]] for index in range(len(mine.outputs))]
             self._known.setdefault(rep, {})[tuple(self._placed[numbers[ref]] for ref in op.refs)] = made
@@ -247,7 +266,7 @@ class _Follower:
 
     def _settle(self, op: Op, rep: str, wanted: set[Placement]) -> None:
         metas = tuple(self._graph.meta(ref) for ref in op.refs)
-        now = tuple(self._where(ref) for ref in op.refs)
+        now = tuple(self.where(ref) for ref in op.refs)
         target = next(iter(wanted)) if len(wanted) == 1 else Replicate()
         for made in (target, Replicate()):
             fits = [each for each in self._options[rep] if all(placed == made for placed in each.outputs)]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.ir.graph import Op
+from autopar.ir.microbatches import OWN
 from autopar.ir.placement import Replicate, Shard
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
@@ -22,7 +23,21 @@ Split = Callable[[Strategy], bool]
 def fits_mesh(op: Op, metas: tuple[TensorMeta, ...], strategy: MeshStrategy, sizes: Sequence[int]) -> bool:
     """Return whether the axes of a strategy, each valid by itself and by shapes together, do not exhaust a factor."""
     check = _CHECKS.get(op.target)
-    return check is None or check(Call(op, metas, 1, ()), strategy, sizes)
+    return _keeps_samples(strategy) and (check is None or check(Call(op, metas, 1, ()), strategy, sizes))
+
+
+def _keeps_samples(strategy: MeshStrategy) -> bool:
+    """Return whether an axis that does an operator on its own rows has the same rows of all: none splits outside it."""
+    own = [place for place, each in enumerate(strategy.axes) if each.lowering == OWN]
+    for layout in (*strategy.inputs, *(each for each in strategy.outputs if each is not None)) if own else ():
+        for place in own:
+            mine = layout[place]
+            for other, each in enumerate(layout):
+                if other in own or not isinstance(mine, Shard) or not isinstance(each, Shard):
+                    continue
+                if each.dim == mine.dim and each.outer < mine.outer:
+                    return False
+    return True
 
 
 def _ranks(strategy: MeshStrategy, sizes: Sequence[int], splits: Split) -> int:
