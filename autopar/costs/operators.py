@@ -222,12 +222,12 @@ def _products(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[tuple
         case "aten.linear.default":
             return [(1, math.prod(ins[0][:-1]), ins[1][0], ins[0][-1])]
         case "aten._grouped_mm.default" | "transformers.grouped_mm_fallback.default":
-            return [_grouped(*ins[:3])]
+            return [_grouped(ins[0], ins[1], outs[0], ins[2] if len(ins) > 2 else ())]
         case "transformers.grouped_mm_fallback_backward.default":
             rows, weights, ends, grad = ins[:4]
             return [
-                _grouped(grad, (weights[0], weights[2], weights[1]), ends),
-                _grouped((rows[1], rows[0]), grad, ends),
+                _grouped(grad, (weights[0], weights[2], weights[1]), rows, ends),
+                _grouped((rows[1], rows[0]), grad, weights, ends),
             ]
         case "aten.convolution.default":
             return [compute.convolution_product(_pixels(ins[0], outs[0], transposed=op.args[-3]), ins[1], "result")]
@@ -236,17 +236,17 @@ def _products(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[tuple
     return []
 
 
-def _grouped(left: Shape, right: Shape, ends: Shape = ()) -> tuple[int, int, int, int]:
+def _grouped(left: Shape, right: Shape, made: Shape, ends: Shape) -> tuple[int, int, int, int]:
     """Return the products of a grouped matmul; rows are taken as evenly spread over the groups, whose `ends` are given.
 
-    Rows are those of `left` [t, k] @ [e, k, n], or what is summed over: [k, t] @ [t, n] of each group.
+    Rows are those of `left` [t, k] @ [e, k, n], or what is summed over: [k, t] @ [t, n] of each group. Where groups
+    are split, `right` or what is `made` has those of a rank, and the rank multiplies the rows of these alone.
     """
+    groups = max(1, math.prod(ends))
     if len(left) == 2 and len(right) == 3:
-        groups = max(1, right[0])
-        return (groups, max(1, left[0] // groups), right[2], left[1])
+        return (right[0], max(1, left[0] // groups), right[2], left[1])
     if len(left) == 2 and len(right) == 2:
-        groups = max(1, math.prod(ends))
-        return (groups, left[0], right[1], max(1, left[1] // groups))
+        return (made[0], left[0], right[1], max(1, left[1] // groups))
     return (left[0], left[1], right[-1], left[2])
 
 

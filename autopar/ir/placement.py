@@ -14,7 +14,9 @@ A dimension that merges `[batch, sequence]` and is split along the sequence is
 
 Tokens that each rank sorts by expert by itself are no part of what one device has, sorted: `Shard(0, own)` says that a
 rank holds its own rows in an order of its own, `Partial(own)` that it counts these, `Shard(0, first)` that every rank
-holds the first block, places from 0. Nothing leads from or to an own one: who reads it takes it as it is.
+holds the first block, places from 0. Where experts are split, `Partial(expert)` says that of each token that rank has
+what is right whose expert takes it, others anything. Nothing leads from or to own or an expert's: who reads it takes
+it as it is.
 
 Splits are even, but for what a program starts from and ends with: of a parameter
 at rest and of its gradient, the innermost shard of a dimension may be *padded*.
@@ -59,7 +61,7 @@ class Partial:
     """Every rank of the axis holds a term; `reduce` of all of them is the value."""
 
     reduce: str = "sum"
-    """`own`: of the rank's own rows, which nothing sums."""
+    """`own`: counts of the rank's own rows; `expert`: rows, right on the rank of their expert. Nothing sums these."""
 
     def __str__(self) -> str:
         return f"Partial({self.reduce})"
@@ -192,7 +194,9 @@ def nest(layout: Layout, sizes: Sequence[int]) -> Layout:
 
 def is_own(placement: Placement | None) -> bool:
     """Return whether a rank holds what only means something beside its own other rows, and stays where it is."""
-    return (isinstance(placement, Shard) and placement.rows == "own") or placement == Partial("own")
+    if isinstance(placement, Shard):
+        return placement.rows == "own"
+    return isinstance(placement, Partial) and placement.reduce in {"own", "expert"}
 
 
 def is_at_rest(layout: Layout, sizes: Sequence[int]) -> bool:

@@ -17,6 +17,7 @@ from autopar.ir.placement import Partial, Shard
 from autopar.ir.roles import gradient_like
 from autopar.ir.strategy import Strategy
 from autopar.ir.tensor import TensorMeta
+from autopar.strategies.expert_rows import on_rows_of_experts
 from autopar.strategies.factories import RULES as BLANK
 from autopar.strategies.matmul import RULES as PRODUCTS
 from autopar.strategies.moe import RULES as GROUPED
@@ -142,12 +143,25 @@ def by_experts(
         rep, last = graph.representative(name), len(graph.by_name[name].outputs) - 1
         options = left[rep] if name in known.products else found[rep]
         left[rep] = tuple(s for s in options if s.outputs[last] in {_SPLIT, Partial()}) or options
+    more = on_rows_of_experts(graph, found, _tokens(graph, known))
     seeds = {graph.representative(name) for name in (*known.products, *known.gradients)}
     split = _split_by_experts(graph, found, left, seeds, known.around)
     for name in known.around - seeds:
-        more = (s for s in found[name] if all(p in split.get(value, ()) for value, p in _shards(graph, name, s)))
-        left[name] = tuple(dict.fromkeys((*kept[name], *more)))
-    return left
+        others = (s for s in found[name] if all(p in split.get(value, ()) for value, p in _shards(graph, name, s)))
+        left[name] = tuple(dict.fromkeys((*kept[name], *others)))
+    return left | {name: (*left[name], *each) for name, each in more.items()}
+
+
+def _tokens(graph: Graph, known: Experts) -> dict[str, dict[int, int]]:
+    """Return which tensors that grouped products with experts read are tokens, and in which dimension."""
+    found: dict[str, dict[int, int]] = {}
+    for name in (*known.products, *known.gradients):
+        op = graph.by_name[name]
+        if op.target in GROUPED:
+            ranks = tuple(len(graph.meta(ref).shape) for ref in op.refs)
+            of = {(2, 3, 1): {0: 0}, (2, 2, 1): {0: 1, 1: 0}, (2, 3, 1, 2): {0: 0, 3: 0}}
+            found[name] = of.get(ranks, {})
+    return found
 
 
 _Value = tuple[str, int]

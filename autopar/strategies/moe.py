@@ -40,13 +40,14 @@ def _backward(call: Call) -> Iterator[Strategy]:
         yield call.strategy(ins, {0: Partial(), 1: Shard(2, outer)})
 
 
-def _native(call: Call) -> Iterator[Strategy]:
+def _native(call: Call) -> Iterable[Strategy]:
     """Yield those of torch's grouped product: tokens by experts, or tokens by tokens (the gradient of the experts)."""
     ranks = tuple(len(meta.shape) for meta in call.metas)
     if ranks == (2, 3, 1):
         return _forward(call)
     if ranks == (2, 2, 1):
-        return call.by(Rule.parse("kt tn e -> ekn", whole="e", lowering={"t": "rows"}))
+        found = call.by(Rule.parse("kt tn e -> ekn", whole="e", lowering={"t": "rows"}))
+        return (*found, call.strategy({}, {0: Shard(0)}, "experts"))
     if ranks == (3, 3):
         return call.by(Rule.parse("bmk bkn -> bmn"))
     return iter((call.replicated(),))

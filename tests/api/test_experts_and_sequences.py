@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InfeasibleError, UsageError
-from autopar.ir.placement import Replicate, Shard
+from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.plan import Plan
 from autopar.models.zoo.llama import LlamaSettings
 from tests.support.ranks import RankPool
-from tests.support.routing import Experts
+from tests.support.routing import Experts, Gated
 from tests.support.training import Trained, train
 
 DENSE = LlamaSettings(1, 32, 4, 4, 64, vocab=64, sequence=16)
@@ -86,6 +86,31 @@ def train_grouped(_rank: int, fix: dict[str, Any]) -> Trained:
 def test_experts_of_sorted_tokens_train_as_on_one_device(pool: RankPool, fix: dict[str, Any]):
     for done in pool.values(train_grouped, fix):
         assert done.worst_gradient < 1e-4
+
+
+def train_gated(_rank: int, native: bool, fix: dict[str, Any]) -> Trained:
+    torch.manual_seed(4)
+    return train(Gated(native), (torch.randn(8, 4, 16),), "cpu:4", fix)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("fix", [{"ep": 4}, {"ep": 2, "dp_shard": 2, "zero": 3}, {"ep": 2, "tp": 2}], ids=str)
+def test_rows_of_experts_between_their_products_train_as_on_one_device(
+    pool: RankPool, native: bool, fix: dict[str, Any]
+):
+    for done in pool.values(train_gated, native, fix):
+        assert done.worst_gradient < (2.0**-6 if native else 1e-4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_between_products_of_experts_nothing_is_summed(native: bool):
+    plan = autopar.plan(Gated(native), "cpu:2", example_inputs=(torch.randn(64, 256, 16),), fix={"ep": 2})
+
+    between = [each for each in plan.decisions.operators.values() if each.target.startswith("aten.silu")]
+    assert between
+    assert {at for each in between for (at,) in each.strategy.inputs} == {Partial("expert")}
+    largest = max(each.bytes for each in plan.decisions.collectives)
+    assert largest <= 64 * 256 * 2 * 16 * 4, "what two experts make of a token; gates and values are twice as much"
 
 
 def test_tokens_of_experts_can_be_split_by_both(pool: RankPool):

@@ -42,6 +42,33 @@ class Experts(nn.Module):
         return made[back].view(-1, self.chosen, tokens.shape[1]).sum(1)
 
 
+class Gated(nn.Module):
+    """Experts with two products and a gate between, as mixtures have; `native`: torch's grouped product, in bf16."""
+
+    def __init__(self, native: bool = False) -> None:
+        super().__init__()
+        self.native = native
+        self.router, self.head = nn.Linear(16, 4, bias=False), nn.Linear(16, 16)
+        self.up, self.down = nn.Parameter(torch.randn(4, 32, 16) / 4), nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss of tokens [b, s, 16]."""
+        tokens = x.flatten(0, 1)
+        best, experts = self.router(tokens).softmax(-1).topk(2, -1)
+        kinds, order = experts.flatten().sort()
+        ends = torch.histc(kinds.float(), 4, min=0, max=3).cumsum(0, dtype=torch.int32)
+        gate, value = self.product(tokens[order // 2], self.up.transpose(1, 2), ends).chunk(2, -1)
+        made = self.product(functional.silu(gate) * (value + 1.0), self.down.transpose(1, 2), ends)
+        made = (made * best.flatten()[order, None])[order.argsort()].view(-1, 2, 16).sum(1)
+        return self.head(tokens + made).square().mean()
+
+    def product(self, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return each run of rows times its expert's matrix."""
+        if self.native:
+            return torch._grouped_mm(x.bfloat16(), w.bfloat16(), ends).float()
+        return torch.ops.transformers.grouped_mm_fallback(x, w, ends)
+
+
 class Picked(nn.Module):
     """Classifies each sample by one of its tokens; positions and their projection are shared by all samples."""
 

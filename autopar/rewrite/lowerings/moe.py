@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.placement import Replicate, Shard
+from autopar.ir.placement import Layout, Replicate, Shard
 from autopar.rewrite.lowerings.places import aten, count_before, digits, own_part, widened
 from autopar.rewrite.site import Site
 
@@ -33,12 +33,10 @@ def _ends(site: Site, ends: fx.Node, tokens: int, dim: int) -> fx.Node:
 class _Mine:
     """The tokens of this rank's experts, moved to the front and back."""
 
-    def __init__(self, site: Site, ends: fx.Node, tokens: int, experts: tuple[int, int]) -> None:
-        """`experts`: the input and dimension that tell how experts are split; `tokens`: how many this rank has."""
+    def __init__(self, site: Site, ends: fx.Node, tokens: int, layout: Layout, count: int) -> None:
+        """`layout`: of what has the `count` experts in its first dimension; `tokens`: how many this rank has."""
         self.site = site
-        layout, (index, dim) = site.strategy.inputs[experts[0]], experts
-        count = site.metas[index].shape[dim]
-        shards = tuple(Shard(0, p.outer) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in layout)
+        shards = tuple(p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in layout)
         shifted = site.call(aten.slice.Tensor, ends, 0, 0, count - 1)
         starts = site.call(aten.constant_pad_nd.default, shifted, [1, 0], 0)
         first = site.call(aten.slice.Tensor, own_part(site, starts, shards, (count,)), 0, 0, 1)
@@ -64,13 +62,18 @@ class _Mine:
 def grouped_mm(site: Site) -> fx.Node:
     """Emit tokens by experts, or tokens by tokens (the gradient of the experts)."""
     x, w, ends, *rest = site.args
-    if len(site.metas[1].shape) == 2:
-        return site.call(_target(site), x, w, _ends(site, ends, 1, 0), *rest, **site.kwargs)
+    of_tokens = len(site.metas[1].shape) == 2
     if site.axes("rows"):
-        ends = _ends(site, ends, 0, 0)
+        ends = _ends(site, ends, int(of_tokens), 0)
     if not site.axes("experts"):
         return site.call(_target(site), x, w, ends, *rest, **site.kwargs)
-    mine = _Mine(site, ends, site.local_input(0)[0], (1, 0))
+    if of_tokens:
+        made, layout = site.op.outputs[0], site.strategy.outputs[0]
+        if made is None or layout is None:
+            raise ValueError(f"{site.op.name} makes no tensor")
+        mine = _Mine(site, ends, site.local_input(1)[0], layout, made.shape[0])
+        return site.call(_target(site), mine.front(x, 1), mine.front(w, 0), mine.ends, *rest, **site.kwargs)
+    mine = _Mine(site, ends, site.local_input(0)[0], site.strategy.inputs[1], site.metas[1].shape[0])
     return mine.back(site.call(_target(site), mine.front(x, 0), w, mine.ends, *rest, **site.kwargs))
 
 
@@ -79,8 +82,9 @@ def grouped_mm_backward(site: Site) -> tuple[fx.Node, fx.Node]:
     x, w, ends, grad = site.args
     if site.axes("rows"):
         ends = _ends(site, ends, 0, 0)
-    mine = _Mine(site, ends, site.local_input(0)[0], (1, 0)) if site.axes("experts") else None
-    if mine is not None:
+    mine = None
+    if site.axes("experts"):
+        mine = _Mine(site, ends, site.local_input(0)[0], site.strategy.inputs[1], site.metas[1].shape[0])
         x, grad, ends = mine.front(x, 0), mine.front(grad, 0), mine.ends
     both = site.call(_target(site), x, w, ends, grad)
     of_x, of_w = (site.call(operator.getitem, both, i) for i in range(2))
