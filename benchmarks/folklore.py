@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,102 +33,11 @@ from autopar.ir.plan import Plan
 from autopar.models import resolve
 from autopar.options import PlanOptions
 from autopar.progress import Silent
+from benchmarks.folklore_points import POINTS, Point
 from benchmarks.record import RESULTS, ROOT, markdown, renew, write
 from cost_models.cluster import ClusterSpec
 
 Fix = dict[str, Any]
-
-_ETHERNET = {
-    "version": 1,
-    "name": "8x8 A100 on 25 Gbit/s",
-    "nodes": {"hgx": {"preset": "dgx-a100-80gb", "nic": {"bandwidth": "25Gbit/s", "latency": "25us"}}},
-    "groups": [{"node": "hgx", "count": 8}],
-}
-_MIXED = {
-    "version": 1,
-    "name": "2 DGX H100 beside 2 DGX A100",
-    "nodes": {"new": {"preset": "dgx-h100"}, "old": {"preset": "dgx-a100-80gb"}},
-    "groups": [{"node": "new", "count": 2}, {"node": "old", "count": 2}],
-}
-_SINGLES = {
-    "version": 1,
-    "name": "16 hosts of one L4 on 25 Gbit/s",
-    "nodes": {"host": {"device": "l4", "count": 1, "nic": {"bandwidth": "25Gbit/s", "latency": "20us"}}},
-    "groups": [{"node": "host", "count": 16}],
-}
-_THREE = {
-    "version": 1,
-    "name": "3x8 A100 on 100 Gbit/s",
-    "nodes": {"hgx": {"preset": "dgx-a100-80gb", "nic": {"bandwidth": "100Gbit/s", "latency": "5us"}}},
-    "groups": [{"node": "hgx", "count": 3}],
-}
-_MANY = {"tp": 8, "pps": (4, 8)}
-
-
-@dataclass(frozen=True)
-class Point:
-    """What is planned, and the sizes with which an expert would try the recipes."""
-
-    model: str
-    cluster: str | dict[str, Any]
-    batch: int
-    seq: int | None = None
-    precision: str = "bf16"
-    tp: int = 2
-    """Ranks along which tensors are split, in the recipes that split them."""
-
-    pps: tuple[int, ...] = ()
-    """Pipeline ranks, in those that have stages."""
-
-    cps: tuple[int, ...] = ()
-    eps: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = (1, 2)
-    """Samples of a micro-batch, in the recipes that cut the batch in time."""
-
-    set: dict[str, str] = field(default_factory=dict)
-
-
-POINTS = {
-    "gpt2-8h100": Point("zoo:gpt2", "dgx-h100", 64, 1024, pps=(2,), sizes=(4,)),
-    "gpt2-laptop": Point("zoo:gpt2", "cpu:4", 8, 256, "fp32", pps=(2, 4), sizes=(1, 2)),
-    "bert-8l4": Point("zoo:bert-large", "l4:8", 256, 512, pps=(2,), sizes=(4, 8)),
-    "bert-2x4090": Point("zoo:bert-large", "workstation-2x4090", 32, 512, pps=(2,), sizes=(2, 4)),
-    "vit-ethernet": Point("zoo:vit-h", _ETHERNET, 512, pps=(2, 8), sizes=(2, 8)),
-    "t5-32h100": Point("zoo:t5-large", "dgx-h100x4", 256, 512, pps=(2,), sizes=(4,)),
-    "resnet-8l4": Point("zoo:resnet50", "l4:8", 512),
-    "unet-8h100": Point("benchmarks.folklore:unet", "dgx-h100", 64, pps=(2,), sizes=(2,)),
-    "1b-2x4090": Point("zoo:llama3-1b", "workstation-2x4090", 8, 2048, pps=(2,)),
-    "1b-long": Point("zoo:llama3-1b", "dgx-h100", 8, 32768, cps=(2, 8), pps=(2,), sizes=(1,)),
-    "8b-8h100": Point("zoo:llama3-8b", "dgx-h100", 32, 8192, tp=4, pps=(2,)),
-    "8b-32h100": Point("zoo:llama3-8b", "dgx-h100x4", 128, 8192, tp=4, pps=(2, 4)),
-    "8b-32k": Point("zoo:llama3-8b", "dgx-h100x4", 8, 32768, tp=8, pps=(2, 4), cps=(2, 4, 8), sizes=(1,)),
-    "8b-131k": Point("zoo:llama3-8b", "dgx-h100x4", 4, 131072, tp=8, pps=(2, 4), cps=(2, 4, 8), sizes=(1,)),
-    "8b-mixed": Point("zoo:llama3-8b", _MIXED, 128, 4096, tp=4, pps=(2, 4)),
-    "8b-ethernet": Point("zoo:llama3-8b", _ETHERNET, 256, 4096, tp=8, pps=(2, 8)),
-    "70b-128h100": Point("zoo:llama3-70b", "dgx-h100x16", 128, 8192, **_MANY),
-    "70b-512a100": Point("zoo:llama3-70b", "dgx-a100-80gbx64", 1024, 4096, **_MANY),
-    "70b-131k": Point("zoo:llama3-70b", "dgx-h100x16", 4, 131072, **_MANY, cps=(4, 8, 16), sizes=(1,)),
-    "mixtral-32h100": Point("zoo:mixtral-8x7b", "dgx-h100x4", 128, 4096, eps=(8,), pps=(4,), tp=4),
-    "deepseek-32h100": Point("zoo:deepseek-v2-lite", "dgx-h100x4", 256, 4096, eps=(8, 32), pps=(2,)),
-    "gpt13b-64a100": Point("zoo:gpt3-13b", "dgx-a100-80gbx8", 256, 2048, tp=4, pps=(2, 4, 8)),
-    "llama2-70b-64h100": Point("zoo:llama2-70b", "dgx-h100x8", 128, 4096, tp=8, pps=(2, 4), sizes=(1,)),
-    "llama2-7b-16a100": Point("zoo:llama2-7b", "dgx-a100-40gbx2", 64, 4096, tp=4, pps=(2, 4)),
-    "gpt2xl-8v100": Point("zoo:gpt2-xl", "dgx-1-v100", 64, 1024, "fp16", tp=4, pps=(2, 4)),
-    "gpt6.7b-24a100": Point("zoo:gpt3-6.7b", _THREE, 96, 2048, pps=(3, 6)),
-    "llama1b-16l4": Point("zoo:llama3-1b", _SINGLES, 128, 2048, pps=(2, 4, 8)),
-    "mixtral22b-64h100": Point("zoo:mixtral-8x22b", "dgx-h100x8", 128, 4096, tp=4, pps=(4, 8), eps=(8,), sizes=(1,)),
-    "llama8b-16h200": Point("zoo:llama3-8b", "p5enx2", 512, 8192, pps=(2,)),
-    "bert-16t4": Point("zoo:bert-large", "t4:4x4", 256, 512, "fp16", pps=(2, 4), sizes=(2, 4)),
-    "405b-512h100": Point("zoo:llama3-405b", "dgx-h100x64", 512, 8192, tp=8, pps=(8, 16), sizes=(1,)),
-}
-
-
-def unet(batch: int = 64) -> Any:
-    """Return a U-Net of the width and depth of the first ones, and images of 256 x 256 with labels."""
-    from benchmarks.unet import UNet
-
-    images = torch.empty(batch, 3, 256, 256)
-    return UNet(width=64, levels=4), (images, torch.zeros(batch, 256, 256, dtype=torch.long))
 
 
 def recipes(point: Point, devices: int, per_node: int) -> Iterator[tuple[str, Fix]]:
@@ -150,9 +58,9 @@ def recipes(point: Point, devices: int, per_node: int) -> Iterator[tuple[str, Fi
         cut = {"pp": pp, "schedule": "1f1b", "microbatch": size}
         # Across nodes stages are wanted for what tensor parallelism in the node leaves; inside one, in its place.
         tp = point.tp if devices > per_node else 1
-        for way in ("selective", "full"):
-            left = {"dp_shard": devices // (tp * pp), "zero": 1, **cut, "recompute": way}
-            yield f"tp={tp} pp={pp} microbatch={size} {way}", {"tp": tp, **left}
+        for way, width in product(("selective", "full"), sorted({1, tp})):
+            left = {"dp_shard": devices // (width * pp), "zero": 1, **cut, "recompute": way}
+            yield f"tp={width} pp={pp} microbatch={size} {way}", {"tp": width, **left}
         for cp in point.cps[:1]:
             left = {"dp_shard": devices // (pp * cp * tp), "zero": 1, **cut, "recompute": "full"}
             yield f"tp={tp} pp={pp} cp={cp} microbatch={size} full", {"tp": tp, "cp": cp, **left}
@@ -178,11 +86,13 @@ def compare(name: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
     times: dict[str, float | None] = {} if known is None else known["recipes_s"]
     refused: dict[str, str] = {} if known is None else known["refused"]
     spent = 0.0 if known is None else known["recipes_planning_s"]
-    tried = recipes(point, cluster.device_count, cluster.devices_per_node)
+    tried = recipes(point, cluster.device_count, cluster.as_equal().devices_per_node)
     for recipe, fix in tried if known is None else ():
         if 0 in fix.values():
             continue  # more ranks than there are
         one = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp"), 1) | fix
+        if one["dp_shard"] == 1:
+            one.pop("zero", None)  # nobody to share with: asked for, that would be a mistake
         plan, took, not_ = _planned(point, graph, cluster, one)
         times[recipe] = plan.estimates.step_time_s if plan else None
         spent += took

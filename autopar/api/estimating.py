@@ -100,13 +100,15 @@ class Estimates:
     def bound_s(self, trial: Trial) -> float:
         """Return seconds that no plan of a trial beats, 0 if nothing is known; less may be recomputed: not if mixed."""
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
+        if self._is_larger(trial):
+            return 0.0
         sample_s = max(self._sample_s(trial, way) for way in ways)
         samples = self.solving.program.batch_size / trial.replicas
         return sample_s * samples / self.solving.at_once(trial)
 
     def microbatch_s(self, trial: Trial) -> float:
         """Return seconds that a micro-batch takes at least through all stages, nothing recomputed, 0 if unknown."""
-        return self._sample_s(trial, "none") * self._size(trial)
+        return 0.0 if self._is_larger(trial) else self._sample_s(trial, "none") * self._size(trial)
 
     def relaxed_s(self, trial: Trial, left_s: float | None = None) -> float:
         """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another.
@@ -131,8 +133,20 @@ class Estimates:
         if any(axis.role == "free" for axis in trial.ranks):
             return 0.0
         tokens, width = alone(trial)
-        largest = self._sizes.get(width, [0])[-1]
+        largest = self._largest(trial)
         return self._work_s.get((recompute, width, largest), 0.0) / (max(largest, 1) * tokens)
+
+    def work_s(self, trial: Trial) -> float:
+        """Return about what a trial's work takes, nothing recomputed, collectives of its samples' ranks included."""
+        return self._sample_s(trial, "none") * (self.solving.program.batch_size / trial.replicas)
+
+    def _is_larger(self, trial: Trial) -> bool:
+        """Return whether a micro-batch is larger than those looked at: its samples may cost less than theirs."""
+        return self._size(trial) > self._largest(trial)
+
+    def _largest(self, trial: Trial) -> int:
+        """Return the most samples of a micro-batch that seconds are computed of, 0 if of none."""
+        return self._sizes.get(alone(trial)[1], [0])[-1]
 
     def _size(self, trial: Trial) -> int:
         return max(1, self.solving.program.batch_size // (trial.microbatches * trial.replicas))

@@ -139,6 +139,7 @@ class Outer:
                     heap,
                     late=self.standing.best is None
                     and self.standing.left_to_try_s < LATE * self.standing.solving.options.time_limit,
+                    planned=self.standing.best is not None,
                 )
                 _, place, one = turn
                 if isinstance(one, Waiting):

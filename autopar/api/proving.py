@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 
 from autopar.api.kinds import Alone, alone
 from autopar.api.solving import Solved, ruled_out
@@ -18,6 +18,9 @@ _MESHES = 24
 
 _MORE = 2.0
 """Times as much as on like meshes that collectives of gradients and parameters are taken to add at most."""
+
+_Like = tuple[Alone, bool]
+"""Meshes on which these take about as long: ranks that share each sample, and whether they leave their node."""
 
 _BOUNDED = 400
 """Trials at most whose blocks are bounded as a fluid."""
@@ -48,7 +51,7 @@ def prove(standing: Standing) -> None:
     """Bound, as a fluid, the trials that leave the most room below the best plan; relax where that says nothing."""
     proven: set[Trial] = set()
     relaxed = 0
-    dearer: dict[Alone, float] = {}
+    added: dict[_Like, float] = {}
     for _ in range(_BOUNDED):
         left = [
             one for one in standing.solved if one.solution.status != "infeasible" and standing.solving.proves(one.trial)
@@ -68,13 +71,13 @@ def prove(standing: Standing) -> None:
                 relaxed += 1
             elif not unknown and least.trial.replicas > 1 and kin(whole) not in standing.free_s:
                 # Collectives of gradients and parameters are in no fluid. Where they were little on like meshes, they
-                # are not much more here.
-                plain, kind = replace(least.trial, recompute="none"), alone(whole)
-                likely_s = (1.0 + _MORE * dearer.get(kind, inf)) * standing.estimates.bound_s(plain)
-                if likely_s >= bound_s:
+                # are not much more here: they move as many bytes, whatever share of the work is left to a rank.
+                plain, kind = replace(least.trial, recompute="none"), _like(standing, whole)
+                more_s = _MORE * added.get(kind, inf) / standing.solving.at_once(plain)
+                if standing.estimates.bound_s(plain) + more_s >= bound_s:
                     _relax_plain(standing, whole)
                     relaxed += 1
-                    dearer[kind] = max(dearer.get(kind, 0.0), _collectives(standing, whole))
+                    added[kind] = max(added.get(kind, 0.0), _collectives_s(standing, whole))
         bound_s = max(bound_s, _known_s(standing, least))
         if least.outcome is None and bound_s == inf:
             found = ruled_out(least.trial, inf)
@@ -96,10 +99,15 @@ def _known_s(standing: Standing, one: Solved) -> float:
     return standing.lightest_s(one.trial) if standing.is_open(one) else standing.known_bound_s(one.trial)
 
 
-def _collectives(standing: Standing, whole: Trial) -> float:
-    """Return what the relaxed program takes beyond its work on the ranks that share a sample, over that work."""
-    work_s = standing.estimates.bound_s(whole)
-    return max(0.0, standing.free_s[kin(whole)] / work_s - 1.0) if work_s else inf
+def _like(standing: Standing, whole: Trial) -> _Like:
+    """Return what tells on which other meshes collectives take about as long."""
+    return alone(whole), prod(axis.size for axis in whole.ranks) > standing.solving.equal.devices_per_node
+
+
+def _collectives_s(standing: Standing, whole: Trial) -> float:
+    """Return what the relaxed program takes beyond its work on the ranks that share a sample."""
+    work_s = standing.estimates.work_s(whole)
+    return max(0.0, standing.free_s[kin(whole)] - work_s) if work_s else inf
 
 
 def proven_s(standing: Standing, one: Solved) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -272,10 +273,12 @@ class Solving:
             return Solved(trial, Solution("time_limit", (), inf, one.bound_s), why_not=why)
         if trial.depth > 1:
             return self._solve_staged(one, wishes, ways, best_s, left_s, cuts)
+        started = time.process_time()
         solution = solve_program(one.program, self._limits(self.budget, left_s, best_s))
         if not solution.options:
             return self._without_plan(one, solution)
         outcome = with_room(self.outcome(one, wishes, solution), self.budget)
+        left_s -= time.process_time() - started
         return self._called_singly(Solved(trial, solution, outcome, outcome.step_s), one, wishes, left_s)
 
     def _called_singly(self, found: Solved, one: Waiting, wishes: Wishes, left_s: float) -> Solved:
@@ -286,6 +289,8 @@ class Solving:
         """
         solution = found.solution
         if not one.links.bucket_bytes or found.step_s * (1.0 - self.options.gap) <= solution.objective_s:
+            return found
+        if left_s <= 0:
             return found
         alone = self._priced(one.trial, wishes, replace(one.links, bucket_bytes=0))  # the same nodes and options
         other = solve_program(Ilp(alone.table), self._limits(self.budget, left_s, inf))

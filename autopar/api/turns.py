@@ -54,10 +54,24 @@ def alternating(trials: Sequence[Trial]) -> list[Trial]:
     return [each for pair in zip_longest(*apart) for each in pair if each is not None]
 
 
-def next_turn(turns: Sequence[Turn], *, late: bool) -> Turn:
+def next_turn(turns: Sequence[Turn], *, late: bool, planned: bool = True) -> Turn:
     """Return the least by estimate or bound; when it is `late`, of those that are relaxed already, if any are.
 
     Of deep programs on many axes a few relaxations take all the time, and bounds without a plan are of use to nobody.
+    Nor are they before anything is `planned`: free axes take many times as long to solve as those with a role, and
+    nothing is left of the time for others. What waits to be solved without free axes goes ahead of what has some.
     """
     ready = [turn for turn in turns if isinstance(turn[2], Waiting)] if late else []
-    return min(ready or turns, key=lambda turn: turn[:2])
+    found = min(ready or turns, key=lambda turn: turn[:2])
+    if planned or not _is_free(found):
+        return found
+    return min((turn for turn in turns if _is_quick(turn)), key=lambda turn: turn[:2], default=found)
+
+
+def _is_free(turn: Turn) -> bool:
+    return isinstance(turn[2], Waiting) and any(axis.role == "free" for axis in turn[2].trial.mesh)
+
+
+def _is_quick(turn: Turn) -> bool:
+    """Return whether it is relaxed and has no free axes; what took too long to relax is not quick to solve."""
+    return isinstance(turn[2], Waiting) and turn[2].ended and not _is_free(turn)

@@ -72,6 +72,17 @@ def test_no_plan_of_a_trial_beats_its_bound(program: Captured, recompute: Unifor
     assert found.bound_s(trial) <= step_s(found, trial) * (1 + 1e-9)
 
 
+def test_what_small_batches_take_bounds_no_larger_ones():
+    found = estimates(MANY_SAMPLES)
+    whole = Trial((MeshAxis("dp_shard", 4),))
+    small = Trial((MeshAxis("microbatch", 512), MeshAxis("dp_shard", 4)))
+    found.of([small], fits=False)
+
+    assert 0.0 < found.bound_s(small) <= step_s(found, small) * (1 + 1e-9)
+    assert found.bound_s(whole) <= step_s(found, whole) * (1 + 1e-9)
+    assert found.microbatch_s(whole) <= step_s(found, whole) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("axes", [{"cp": 4}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)
 def test_no_plan_that_splits_tokens_beats_its_bound(axes: dict[Role, int]):
     found = estimates(TOKENS)

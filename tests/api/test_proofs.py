@@ -144,6 +144,24 @@ def test_what_may_recompute_less_is_not_bounded_by_what_recomputing_all_of_it_ta
     assert 0.0 < search.solved[0].solution.bound_s <= lighter.step_s
 
 
+def test_that_collectives_are_little_in_a_node_says_nothing_of_those_that_leave_it():
+    """Reductions of 4 MiB take most of a second over 100 Mbit/s, and milliseconds in the node."""
+    node = {"device": "cpu", "count": 2, "links": {"bandwidth": "9 GB/s", "latency": "1us"},
+            "nic": {"bandwidth": "100 Mbit/s", "latency": "10us"}}  # fmt: skip
+    groups = [{"node": "host", "count": 2}]
+    spec = ClusterSpec.from_dict({"version": 1, "name": "slow", "nodes": {"host": node}, "groups": groups})
+    options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
+    search = Standing(Solving(MANY.graph, spec, options), read_wishes(options), mixes=True)
+    near, far = trial(2, 2, "none"), trial(1, 2, "none")
+    search.estimates.of([near, far], fits=True)
+    search.solved = [Solved(each, Solution("cutoff", (), inf, 0.0)) for each in (near, far)]
+
+    prove(search)
+
+    work_s = search.estimates.bound_s(far)
+    assert search.solved[1].solution.bound_s > 2.0 * work_s > 0.0
+
+
 @pytest.mark.parametrize(("depth", "microbatches"), [(2, 1), (2, 8), (4, 4)])
 def test_no_pipeline_on_shared_cores_beats_its_bound(depth: int, microbatches: int):
     links = {"bandwidth": "9 GB/s", "latency": "1us"}

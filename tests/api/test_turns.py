@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
-from autopar.api.turns import alternating, off_by, turn_s
-from autopar.search.meshes import MeshAxis
+from autopar.api.solving import Waiting
+from autopar.api.turns import Turn, alternating, next_turn, off_by, turn_s
+from autopar.search.meshes import MeshAxis, Role
 from autopar.search.trials import Trial
 
 
@@ -56,3 +59,37 @@ def test_a_pipeline_says_nothing_of_fewer_stages_or_more_micro_batches_a_stage()
     assert [off_by(each, known) for each in easier] == [None, None, None]
     assert [off_by(each, known) for each in harder] == [1.2, 1.2, 1.2]
     assert turn_s(easier[0], 1.0, known) == turn_s(easier[0], 1.0, {}) < turn_s(harder[0], 1.0, known)
+
+
+_ANY = cast("Any", None)
+
+
+def waiting(place: int, bound_s: float, role: Role, *, ended: bool = True) -> Turn:
+    trial = Trial((MeshAxis("dp_shard", 2), MeshAxis(role, 2)))
+    return bound_s, place, Waiting(trial, _ANY, _ANY, _ANY, bound_s, bound_s, ended)
+
+
+FREE, SETTLED = waiting(0, 1.0, "free"), waiting(1, 1.2, "dp_replicate")
+
+
+def test_what_has_no_free_axes_is_solved_first_until_there_is_a_plan():
+    assert next_turn([FREE, SETTLED], late=False, planned=False) == SETTLED
+    assert next_turn([FREE, SETTLED], late=False, planned=True) == FREE
+
+
+def test_the_quickest_of_several_is_that_of_the_least_bound():
+    slower = waiting(2, 1.5, "dp_replicate")
+
+    assert next_turn([FREE, slower, SETTLED], late=False, planned=False) == SETTLED
+
+
+def test_what_took_too_long_to_relax_is_not_solved_ahead_of_others():
+    late = waiting(1, 1.2, "dp_replicate", ended=False)
+
+    assert next_turn([FREE, late], late=False, planned=False) == FREE
+
+
+def test_trials_that_are_not_relaxed_keep_their_turn():
+    unknown: Turn = (0.5, 2, Trial((MeshAxis("dp_shard", 4),)))
+
+    assert next_turn([FREE, SETTLED, unknown], late=False, planned=False) == unknown

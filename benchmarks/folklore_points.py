@@ -1,0 +1,152 @@
+"""Models, clusters and batches on which free plans are held against recipes, and the sizes an expert would try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+def _cluster(name: str, *groups: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the cluster file of so many nodes of each kind."""
+    return {
+        "version": 1,
+        "name": name,
+        "nodes": {f"node{place}": node for place, (_, node) in enumerate(groups)},
+        "groups": [{"node": f"node{place}", "count": count} for place, (count, _) in enumerate(groups)],
+    }
+
+
+def _node(device: str, count: int, gbit_per_s: int, latency_us: int, links: str = "") -> dict[str, Any]:
+    """Return a node that is no preset."""
+    joined = {"links": {"preset": links}} if links else {}
+    nic = {"bandwidth": f"{gbit_per_s}Gbit/s", "latency": f"{latency_us}us"}
+    return {"device": device, "count": count, **joined, "nic": nic}
+
+
+def _hgx(gbit_per_s: int, latency_us: int) -> dict[str, Any]:
+    return {"preset": "dgx-a100-80gb", "nic": {"bandwidth": f"{gbit_per_s}Gbit/s", "latency": f"{latency_us}us"}}
+
+
+_ETHERNET = _cluster("8x8 A100 on 25 Gbit/s", (8, _hgx(25, 25)))
+_MIXED = _cluster("2 DGX H100 beside 2 DGX A100", (2, {"preset": "dgx-h100"}), (2, {"preset": "dgx-a100-80gb"}))
+_OLDER = _cluster(
+    "2 nodes of 8 L4 beside 2 nodes of 4 T4",
+    (2, _node("l4", 8, 25, 20, "pcie4-host-bounce")),
+    (2, _node("t4", 4, 25, 20, "pcie4-host-bounce")),
+)
+_SINGLES = _cluster("16 hosts of one L4 on 25 Gbit/s", (16, _node("l4", 1, 25, 20)))
+_THREE = _cluster("3x8 A100 on 100 Gbit/s", (3, _hgx(100, 5)))
+_SIX_V100 = _cluster("4 nodes of 6 V100", (4, _node("v100-32gb", 6, 200, 3, "nvlink2-switch")))
+_SIX_A100 = _cluster("3 nodes of 6 A100 on 100 Gbit/s", (3, _node("a100-sxm-80gb", 6, 100, 5, "nvlink3")))
+_TRIPLES = _cluster("4 nodes of 3 A100 on 10 Gbit/s", (4, _node("a100-sxm-80gb", 3, 10, 30, "nvlink3")))
+_TWO_A100 = _cluster("2x8 A100 on 100 Gbit/s", (2, _hgx(100, 10)))
+_MANY = {"tp": 8, "pps": (4, 8)}
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is planned, and the sizes with which an expert would try the recipes."""
+
+    model: str
+    cluster: str | dict[str, Any]
+    batch: int
+    seq: int | None = None
+    precision: str = "bf16"
+    tp: int = 2
+    """Ranks along which tensors are split, in the recipes that split them."""
+
+    pps: tuple[int, ...] = ()
+    """Pipeline ranks, in those that have stages."""
+
+    cps: tuple[int, ...] = ()
+    eps: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = (1, 2)
+    """Samples of a micro-batch, in the recipes that cut the batch in time."""
+
+    set: dict[str, str] = field(default_factory=dict)
+
+
+_WHISPER = {
+    "d_model": "1280", "encoder_layers": "32", "decoder_layers": "32", "encoder_attention_heads": "20",
+    "decoder_attention_heads": "20", "encoder_ffn_dim": "5120", "decoder_ffn_dim": "5120",
+}  # fmt: skip
+_MAMBA = {"hidden_size": "2560", "num_hidden_layers": "64", "num_heads": "80", "head_dim": "64"}
+
+POINTS = {
+    "gpt2-8h100": Point("zoo:gpt2", "dgx-h100", 64, 1024, pps=(2,), sizes=(4,)),
+    "gpt2-laptop": Point("zoo:gpt2", "cpu:4", 8, 256, "fp32", pps=(2, 4), sizes=(1, 2)),
+    "bert-8l4": Point("zoo:bert-large", "l4:8", 256, 512, pps=(2,), sizes=(4, 8)),
+    "bert-2x4090": Point("zoo:bert-large", "workstation-2x4090", 32, 512, pps=(2,), sizes=(2, 4)),
+    "vit-ethernet": Point("zoo:vit-h", _ETHERNET, 512, pps=(2, 8), sizes=(2, 8)),
+    "t5-32h100": Point("zoo:t5-large", "dgx-h100x4", 256, 512, pps=(2,), sizes=(4,)),
+    "resnet-8l4": Point("zoo:resnet50", "l4:8", 512),
+    "unet-8h100": Point("benchmarks.folklore_points:unet", "dgx-h100", 64, pps=(2,), sizes=(2,)),
+    "1b-2x4090": Point("zoo:llama3-1b", "workstation-2x4090", 8, 2048, pps=(2,)),
+    "1b-long": Point("zoo:llama3-1b", "dgx-h100", 8, 32768, cps=(2, 8), pps=(2,), sizes=(1,)),
+    "8b-8h100": Point("zoo:llama3-8b", "dgx-h100", 32, 8192, tp=4, pps=(2,)),
+    "8b-32h100": Point("zoo:llama3-8b", "dgx-h100x4", 128, 8192, tp=4, pps=(2, 4)),
+    "8b-32k": Point("zoo:llama3-8b", "dgx-h100x4", 8, 32768, tp=8, pps=(2, 4), cps=(2, 4, 8), sizes=(1,)),
+    "8b-131k": Point("zoo:llama3-8b", "dgx-h100x4", 4, 131072, tp=8, pps=(2, 4), cps=(2, 4, 8), sizes=(1,)),
+    "8b-mixed": Point("zoo:llama3-8b", _MIXED, 128, 4096, tp=4, pps=(2, 4)),
+    "8b-ethernet": Point("zoo:llama3-8b", _ETHERNET, 256, 4096, tp=8, pps=(2, 8)),
+    "70b-128h100": Point("zoo:llama3-70b", "dgx-h100x16", 128, 8192, **_MANY),
+    "70b-512a100": Point("zoo:llama3-70b", "dgx-a100-80gbx64", 1024, 4096, **_MANY),
+    "70b-131k": Point("zoo:llama3-70b", "dgx-h100x16", 4, 131072, **_MANY, cps=(4, 8, 16), sizes=(1,)),
+    "mixtral-32h100": Point("zoo:mixtral-8x7b", "dgx-h100x4", 128, 4096, eps=(8,), pps=(4,), tp=4),
+    "deepseek-32h100": Point("zoo:deepseek-v2-lite", "dgx-h100x4", 256, 4096, eps=(8, 32), pps=(2,)),
+    "gpt13b-64a100": Point("zoo:gpt3-13b", "dgx-a100-80gbx8", 256, 2048, tp=4, pps=(2, 4, 8)),
+    "llama2-70b-64h100": Point("zoo:llama2-70b", "dgx-h100x8", 128, 4096, tp=8, pps=(2, 4), sizes=(1,)),
+    "llama2-7b-16a100": Point("zoo:llama2-7b", "dgx-a100-40gbx2", 64, 4096, tp=4, pps=(2, 4)),
+    "gpt2xl-8v100": Point("zoo:gpt2-xl", "dgx-1-v100", 64, 1024, "fp16", tp=4, pps=(2, 4)),
+    "gpt6.7b-24a100": Point("zoo:gpt3-6.7b", _THREE, 96, 2048, pps=(3, 6)),
+    "llama1b-16l4": Point("zoo:llama3-1b", _SINGLES, 128, 2048, pps=(2, 4, 8)),
+    "mixtral22b-64h100": Point("zoo:mixtral-8x22b", "dgx-h100x8", 128, 4096, tp=4, pps=(4, 8), eps=(8,), sizes=(1,)),
+    "llama8b-16h200": Point("zoo:llama3-8b", "p5enx2", 512, 8192, pps=(2,)),
+    "bert-16t4": Point("zoo:bert-large", "t4:4x4", 256, 512, "fp16", pps=(2, 4), sizes=(2, 4)),
+    "405b-512h100": Point("zoo:llama3-405b", "dgx-h100x64", 512, 8192, tp=8, pps=(8, 16), sizes=(1,)),
+    "qwen3moe-16h100": Point("hf:qwen3_moe", "dgx-h100x2", 64, 4096, eps=(8, 16), pps=(2, 4)),
+    "vit-4x4090": Point("zoo:vit-h", "workstation-4x4090", 64, pps=(2, 4), sizes=(2, 4)),
+    "whisper-12a100": Point("hf:whisper", _TRIPLES, 96, 448, tp=3, pps=(2, 4), sizes=(2, 4), set=_WHISPER),
+    "dit-24v100": Point("benchmarks.folklore_points:dit", _SIX_V100, 192, None, "fp16", pps=(2, 4), sizes=(2, 4)),
+    "dlrm-8a100": Point("benchmarks.folklore_points:dlrm", "dgx-a100-80gb", 65536, None, tp=8),
+    "8b-131k-16a100": Point("zoo:llama3-8b", _TWO_A100, 2, 131072, tp=8, pps=(2,), cps=(2, 8), sizes=(1,)),
+    "mamba2-8h100": Point("hf:mamba2", "dgx-h100", 64, 2048, pps=(2, 4), set=_MAMBA),
+    "1b-older": Point("zoo:llama3-1b", _OLDER, 48, 2048, "fp16", pps=(2, 4, 8)),
+    "llama2-13b-18a100": Point("zoo:llama2-13b", _SIX_A100, 72, 4096, pps=(3, 6)),
+    "gpt175b-1024h100": Point("zoo:gpt3-175b", "dgx-h100x128", 2048, 2048, tp=8, pps=(4, 8, 16), sizes=(1, 2)),
+}
+
+
+def unet(batch: int = 64) -> Any:
+    """Return a U-Net of the width and depth of the first ones, and images of 256 x 256 with labels."""
+    from benchmarks.unet import UNet
+
+    images = torch.empty(batch, 3, 256, 256)
+    return UNet(width=64, levels=4), (images, torch.zeros(batch, 256, 256, dtype=torch.long))
+
+
+def dit(batch: int = 192) -> Any:
+    """Return a diffusion transformer of the sizes of DiT-XL/2, and latents of 32 x 32."""
+    from benchmarks.diffusion import Denoiser
+
+    with torch.device("meta"):
+        return Denoiser(width=1152, layers=28, heads=16, side=32), {
+            "image": torch.empty(batch, 4, 32, 32),
+            "noise": torch.empty(batch, 4, 32, 32),
+            "time": torch.empty(batch),
+            "label": torch.zeros(batch, dtype=torch.long),
+        }
+
+
+def dlrm(batch: int = 65536) -> Any:
+    """Return a recommender with 26 tables of a million rows of 128, as MLPerf's has them but smaller, and clicks."""
+    from benchmarks.recommender import Clicks
+
+    with torch.device("meta"):
+        return Clicks(), {
+            "dense": torch.empty(batch, 13),
+            "categories": torch.zeros(batch, 26, dtype=torch.long),
+            "clicked": torch.empty(batch, 1),
+        }
