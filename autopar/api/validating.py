@@ -162,7 +162,8 @@ def estimates_of(read: TrainingRow) -> Estimates:
     trial = Trial(_axes(read, count), read.pp, way)
     way_priced: Uniform = "whole" if way == "full" and read.stack.reruns_all else way
     narrow = bool(read.narrow) and read.stack.keeps_narrow
-    loss = read.stack.reruns_loss
+    # Reentrant checkpointing breaks what is compiled off, and of gathered tokens nothing is made again (`_recompute`).
+    loss = read.stack.reruns_loss and way_priced != "whole" and not read.sequence_parallel
     graph = _recomputed(_program_key(read), way_priced, parts=read.stack.fuses_parts, narrow=narrow, loss=loss)
     dtype = PEAK_DTYPE[read.precision]
     solving = AsRun(
