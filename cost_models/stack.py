@@ -91,6 +91,9 @@ class Stack:
     them; what the host takes is that of compiled runs all the same, for which no row was fitted.
     """
 
+    replays: bool = False
+    """Whether they are on every device: what a row says of its run (`cuda_graphs`)."""
+
     hides_exchanges: bool = False
     """Whether what experts exchange runs behind another micro-batch's computation whatever the schedule (DualPipe).
 
@@ -164,6 +167,7 @@ class Stack:
     `vocab_parallel_fused`: the same in few compiled kernels (megatron/core/fusions/fused_cross_entropy.py). `composer`:
     flash-attn's on logits of 16 bits, the default of llm-foundry's MPT, and after backward its two training metrics,
     each the cross entropy again in float32 (composer/trainer, "Use microbatch outputs to update training metrics").
+    `flash`: that kernel alone (src/losses/cross_entropy_apex.py of flash-attention's training code, in place).
     """
 
     compiles_loss_from: int = 0
@@ -184,6 +188,20 @@ class Stack:
 
     Megatron-LM of 2024: `--transformer-impl transformer_engine` became its default, then models of `megatron.core`.
     """
+
+    @property
+    def keeps_short_logits(self) -> bool:
+        """Return whether the loss reads logits of 16 bits as they are, and nothing casts them before."""
+        return self.cross_entropy in {"composer", "flash"}
+
+    @property
+    def reruns_loss(self) -> bool:
+        """Return whether backward makes the loss's softmax again from the logits, of 16 bits, and their sums.
+
+        What torch.compile does where it takes in the loss: log_softmax is taken apart, its maxima and sums are kept,
+        and what is left is elementwise, so cheap to make again in the kernel of its gradient (`reruns_cheap`).
+        """
+        return self.reruns_cheap and not self.cross_entropy
 
     def at_zero(self, stage: int) -> Stack:
         """Return the stack as it is with a stage of ZeRO, 0: none."""
@@ -224,8 +242,10 @@ class Stack:
     def on(self, device: DeviceSpec, year: int) -> DeviceSpec:
         """Return the device as it is in long runs with this software of that year.
 
-        Clocks settle below those of a short benchmark; libraries take time to use a new device well; attention kernels
-        of up to 2023 are the first generation (FlashAttention-2: July 2023).
+        Clocks settle below those of a short benchmark where matrix units draw the power, which plain arithmetic of 32
+        and 64 bits does not (cuBLAS reaches 0.97 of an A100's, 0.92 of a V100's, and keeps it); libraries take time to
+        use new matrix units well; attention kernels of up to 2023 are the first generation (FlashAttention-2: July
+        2023).
         """
         entry, every = catalog.entry("stacks", self.kernels), catalog.entry("stacks", "all")
         sustained = catalog.number(every, "sustained")
@@ -237,7 +257,7 @@ class Stack:
             attention, heads = device.vendor_attention_efficiency, ()
         if year <= _FIRST_ATTENTION_KERNELS and device.early_attention_efficiency:
             attention, heads = device.early_attention_efficiency, FLASH_1_HEADS
-        replays = 0 < self.replays_from <= year and _is_in_racks(device)
+        replays = self.replays or (0 < self.replays_from <= year and _is_in_racks(device))
         return replace(
             device,
             host_s=catalog.number(catalog.entry("stacks", "compiled") if replays else entry, "host"),
@@ -245,9 +265,12 @@ class Stack:
             fuses_parts=self.fuses_parts,
             sums_in_products=self.sums_in_products,
             cross_entropy=self.cross_entropy,
-            matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()},
+            matmul_efficiency={dtype: sustained * share for dtype, share in device.matmul_efficiency.items()}
+            | {dtype: device.matmul_efficiency_for(dtype) for dtype in _PLAIN},
             default_matmul_efficiency=sustained * device.default_matmul_efficiency,
-            matmul_best={dtype: sustained * share for dtype, share in device.matmul_best.items()},
+            matmul_best={
+                dtype: share if dtype in _PLAIN else sustained * share for dtype, share in device.matmul_best.items()
+            },
             attention_efficiency=attention,
             attention_heads=heads,
         )
@@ -258,6 +281,9 @@ def _is_in_racks(device: DeviceSpec) -> bool:
     known = catalog.entry("devices", device.catalog) if device.catalog else {}
     return catalog.number(known, "link_domain", 0) > 0
 
+
+_PLAIN = ("float32", "float64")
+"""Types of products that do not pass through matrix units."""
 
 _MATURE_AFTER_YEARS = 2.0
 _FIRST_ATTENTION_KERNELS = 2023
@@ -393,6 +419,10 @@ _FRAMEWORKS = (
             stops_early=True,
             cross_entropy="composer",
         ),
+    ),
+    (
+        r"flash.?att",
+        Stack("fused", float32_gradients=False, overlaps=True, joins=True, autocasts=True, cross_entropy="flash"),
     ),
     (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True)),
     (

@@ -256,7 +256,9 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
 
 
 def _as_said(stack: Stack, row: Mapping[str, str], precision: str, zero: int) -> Stack:
-    """Return the stack as it is in a row's types: pure ones have no float32 beside them, a column tells of autocast."""
+    """Return the stack as a row says it ran: of pure types, under autocast, replayed as CUDA graphs."""
+    if said(row, "cuda_graphs"):
+        stack = replace(stack, replays=answer_of(row, "cuda_graphs"), replays_from=0)
     if is_pure(row):
         return replace(stack.without_autocast(), float32_gradients=False)
     if said(row, "autocast"):
@@ -304,7 +306,11 @@ def _computing(read: TrainingRow) -> DeviceSpec:
     if read.narrow != "tf32":
         return replace(device, narrow=read.narrow)
     # Products read float32 as it is: nothing is cast.
-    return replace(device, peak_flops={**device.peak_flops, "float32": device.peak_flops["tf32"]})
+    return replace(
+        device,
+        peak_flops={**device.peak_flops, "float32": device.peak_flops["tf32"]},
+        matmul_efficiency={**device.matmul_efficiency, "float32": device.matmul_efficiency_for("tf32")},
+    )
 
 
 def _joined(read: TrainingRow) -> int:

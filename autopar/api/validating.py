@@ -22,7 +22,7 @@ from autopar.capture.autocasting import autocast_as_on_gpu
 from autopar.capture.deepen import SHALLOW, deepened
 from autopar.capture.gradients import gradients_in_float32
 from autopar.capture.positions import balanced_positions
-from autopar.capture.recompute import recomputed_graph
+from autopar.capture.recompute import Way, Ways, recomputed_graph
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Estimates, Memory
@@ -162,7 +162,9 @@ def estimates_of(read: TrainingRow) -> Estimates:
     trial = Trial(_axes(read, count), read.pp, way)
     way_priced: Uniform = "whole" if way == "full" and read.stack.reruns_all else way
     narrow = bool(read.narrow) and read.stack.keeps_narrow
-    graph = _recomputed(_program_key(read), way_priced, read.stack.fuses_parts, narrow)
+    # Reentrant checkpointing breaks what is compiled off, and of gathered tokens nothing is made again (`_recompute`).
+    loss = read.stack.reruns_loss and way_priced != "whole" and not read.sequence_parallel
+    graph = _recomputed(_program_key(read), way_priced, parts=read.stack.fuses_parts, narrow=narrow, loss=loss)
     dtype = PEAK_DTYPE[read.precision]
     solving = AsRun(
         graph,
@@ -198,17 +200,16 @@ def _axes(read: TrainingRow, microbatches: int) -> Candidate:
 
 
 @lru_cache(maxsize=2)
-def _recomputed(key: ProgramKey, way: Uniform, parts: bool, narrow: bool) -> Graph:
+def _recomputed(key: ProgramKey, way: Uniform, *, parts: bool, narrow: bool, loss: bool) -> Graph:
     """Return a program in which what is recomputed runs again; what is known of the graph stays known for all rows.
 
     `parts`: so does what kernels of whole norms, gated activations and rotations do not keep for backward. `narrow`:
-    linear layers keep what they cast.
+    linear layers keep what they cast. `loss`: so does what of the loss does not compute.
     """
     graph = _graph(key)
-    if way != "none":
-        graph = recomputed_graph(graph, way, redraws=True, parts=parts)
-    elif parts:
-        graph = recomputed_graph(graph, {}, redraws=True, parts=True)
+    if way != "none" or parts or loss:
+        ways: Way | Ways = {} if way == "none" else way
+        graph = recomputed_graph(graph, ways, redraws=True, parts=parts, outside="cheap" if loss else None)
     return replace(graph, keeps_narrow=True) if narrow else graph
 
 
@@ -258,7 +259,7 @@ def _program_key(read: TrainingRow) -> ProgramKey:
         autocasts=read.stack.autocasts,
         float32_parameters=read.stack.float32_parameters,
         float32_gradients=short,
-        float32_loss=read.stack.cross_entropy != "composer",
+        float32_loss=not read.stack.keeps_short_logits,
         balanced=read.cp > 1 and read.stack.balances,
         joined=read.stack.joins and read.architecture.family == "llama",
         weighs_inside=read.stack.weighs_inside_from > 0 and read.architecture.mixture is not None,

@@ -77,18 +77,28 @@ def block_of(op: Op) -> str:
 
 
 def copies_of(
-    graph: Graph, way: Way | Ways = "full", *, redraws: bool = False, parts: bool = False
+    graph: Graph,
+    way: Way | Ways = "full",
+    *,
+    redraws: bool = False,
+    parts: bool = False,
+    outside: Way | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """Return the forward operators to run again, in order, by the backward operator before which they run.
 
     With one way, that is the way of all blocks. For prices alone: `redraws`: random values are drawn again, from the
     generator's state that was kept, instead of being kept themselves; `parts`: what a kernel of a whole norm, gated
-    activation or rotation never writes runs again besides, as it does inside such kernels' backward.
+    activation or rotation never writes runs again besides, as it does inside such kernels' backward; `outside`: the
+    way of what is in no block, as the loss.
     """
     chosen = _chosen(graph, way) if isinstance(way, str) else _chosen_by_block(graph, way)
     if parts:
         chosen |= _inside_parts(graph)
-    forward = {op.name: block_of(op) for op in graph.ops if _repeats(op, redraws=redraws) and op.name in chosen}
+    again = [op for op in graph.ops if op.name in chosen and _repeats(op, redraws=redraws)]
+    if outside is not None:
+        free = _chosen(graph, outside)
+        again += [op for op in graph.ops if op.name in free and not block_of(op) and _runs(op, redraws=redraws)]
+    forward = {op.name: block_of(op) for op in again}
     kept = {
         ref.op
         for op in graph.ops
@@ -111,9 +121,16 @@ def copies_of(
     return {first[block]: tuple(names) for block, names in order.items()}
 
 
-def recomputed_graph(graph: Graph, way: Way | Ways = "full", *, redraws: bool = False, parts: bool = False) -> Graph:
+def recomputed_graph(
+    graph: Graph,
+    way: Way | Ways = "full",
+    *,
+    redraws: bool = False,
+    parts: bool = False,
+    outside: Way | None = None,
+) -> Graph:
     """Return the graph with the copies in it; equal layers' copies are as equal as they. See `copies_of`."""
-    plan = copies_of(graph, way, redraws=redraws, parts=parts)
+    plan = copies_of(graph, way, redraws=redraws, parts=parts, outside=outside)
     needed = {name for names in plan.values() for name in names}
     if way == "whole":
         plan = _to_their_ends(graph, plan)
@@ -142,7 +159,11 @@ def recomputed_graph(graph: Graph, way: Way | Ways = "full", *, redraws: bool = 
 
 def _repeats(op: Op, *, redraws: bool = False) -> bool:
     """Return whether an operator may run again: a forward call in a block whose values are not drawn at random."""
-    return op.kind == "call" and op.phase == "forward" and bool(block_of(op)) and (redraws or not _is_random(op))
+    return bool(block_of(op)) and _runs(op, redraws=redraws)
+
+
+def _runs(op: Op, *, redraws: bool) -> bool:
+    return op.kind == "call" and op.phase == "forward" and (redraws or not _is_random(op))
 
 
 def _to_their_ends(graph: Graph, plan: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

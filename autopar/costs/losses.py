@@ -36,6 +36,8 @@ class LossKernels:
     """
 
 
+_FLASH_BACKWARD = LossKernels(1, 2)
+
 _MADE: Mapping[str, Mapping[str, LossKernels]] = {
     "torch": {
         # The scores are read for their maximum, their sum and the result; what they were cast from stays beside it.
@@ -55,11 +57,13 @@ _MADE: Mapping[str, Mapping[str, LossKernels]] = {
         # The same, and what it makes goes into the cast.
         _BACKWARD: LossKernels(1, 1, held=-1.0),
     },
+    # flash-attn's kernel reads logits of 16 bits for maximum and sum and keeps a number a row.
+    "flash": {_FORWARD: LossKernels(0, 1 + _AGAIN), _BACKWARD: _FLASH_BACKWARD},
     "composer": {
-        # flash-attn's kernel reads logits of 16 bits for maximum and sum and keeps a number a row. After backward, both
-        # metrics cast them to float32 (a read, a write of twice the bytes) and run torch's log_softmax on that.
+        # After backward, both metrics cast them to float32 (a read, a write of twice the bytes) and run torch's
+        # log_softmax on that.
         _FORWARD: LossKernels(0, 1 + _AGAIN + 2 * (3 + 2 * (2 + 2 * _AGAIN))),
-        _BACKWARD: LossKernels(1, 2),
+        _BACKWARD: _FLASH_BACKWARD,
     },
 }
 

@@ -26,6 +26,10 @@ def _row(**change: str) -> TrainingRow:
     return read_training_row({**LLAMA, **change})
 
 
+def _row_of(cells: dict[str, str], **change: str) -> Estimates:
+    return estimates_of(read_training_row({**cells, **change}))
+
+
 def _priced(row: TrainingRow, **software: bool) -> Estimates:
     return estimates_of(replace(row, stack=replace(row.stack, **software)))
 
@@ -85,6 +89,26 @@ def test_what_a_kernel_of_a_norm_or_a_gate_has_inside_is_not_saved():
     saved = 4 + 2 + 1.5 + 1 + 3 * 8192 / 2048
     assert fused == pytest.approx(8 * saved * 4096 * 2048 * 2, rel=0.15), "and logits"
     assert plain > 1.3 * fused
+
+
+def test_compiled_losses_keep_logits_of_16_bits_and_make_their_softmax_again():
+    # Torchtitan of 2024 left the loss out of what it compiled.
+    wide = {"vocab": "131072", "compiled": "yes", "framework": "torchtitan", "layers": "1"}
+    outside, inside = (estimates_of(_row(**wide, year=each)) for each in ("2024", "2025"))
+    logits = 4096 * 131072
+
+    # Without: float32 scores for backward and their cast beside them. With: the product's result of 16 bits.
+    held = outside.memory.activations + outside.memory.temporary - inside.memory.activations - inside.memory.temporary
+    assert held > 1.4 * 4 * logits
+    assert inside.step_time_s < outside.step_time_s
+
+
+def test_kernels_of_flash_attention_read_logits_of_16_bits_under_autocast():
+    wide = {**GPT, "vocab": "131072", "layers": "1"}
+    plain, fused = (_row_of(wide, framework=each) for each in ("pytorch ddp", "flash-attention (lightning)"))
+
+    assert fused.memory.temporary + fused.memory.activations < 0.7 * (plain.memory.temporary + plain.memory.activations)
+    assert fused.step_time_s < plain.step_time_s
 
 
 def test_torch_compile_computes_again_what_it_can_fuse_and_xla_does_not():
@@ -239,6 +263,16 @@ def test_graphs_are_replayed_by_recipes_for_racks_alone(framework: str, device: 
     assert host_s(framework, device, 2025) == eager
     assert host_s("nemo", "gb300", 2025) == host_s("megatron-bridge", "gb200", 2026) < eager / 5
     assert host_s("nemo", "gb200", 2024) == eager
+
+
+@pytest.mark.parametrize(("framework", "device"), [("nemo", "b200"), ("megatron-core", "h100-sxm-80gb")])
+def test_a_row_says_whether_graphs_are_replayed(framework: str, device: str):
+    rows = {each: _row(framework=framework, device=device, cuda_graphs=each) for each in ("", "yes", "no")}
+    host_s = {each: row.stack.on(row.spec, row.year).host_s for each, row in rows.items()}
+
+    assert host_s[""] == host_s["no"] > 5 * host_s["yes"]
+    racks = _row(framework=framework, device="gb200", cuda_graphs="no")
+    assert racks.stack.on(racks.spec, racks.year).host_s == host_s["no"]
 
 
 GPT = {

@@ -119,3 +119,15 @@ def test_casts_of_parameters_alone_are_repeated() -> None:
     weights = {op.refs[0].op for op in again.ops if op.name.endswith(SUFFIX) and "_to_copy" in op.target}
     assert {graph.by_name[name].kind for name in weights} == {"parameter"}
     assert _again(recomputed_graph(_graph(fused=True), "casts")) == []
+
+
+def test_what_is_in_no_block_runs_again_where_its_own_way_says_so() -> None:
+    graph = _graph(fused=True)
+    without, with_loss = (recomputed_graph(graph, "selective", outside=way) for way in (None, "cheap"))
+
+    found = [{op.target for op in each.ops if op.name.endswith(SUFFIX)} for each in (without, with_loss)]
+
+    assert "aten._log_softmax.default" not in found[0]
+    assert "aten._log_softmax.default" in found[1]
+    assert "aten.mm.default" not in found[1]  # the head computes
+    assert _again(with_loss) == _again(without)

@@ -336,7 +336,16 @@ def test_products_in_tf32_have_its_rate_and_nothing_is_cast():
     device = training_cluster(read_training_row({**ROW, "precision": "tf32"})).device
 
     assert device.flops_for("fp32") == catalogued_device("a100-sxm-80gb").peak_flops["tf32"]
+    assert device.matmul_efficiency_for("fp32") == device.matmul_efficiency_for("tf32") < 0.8
     assert device.narrow == ""
+
+
+def test_clocks_fall_under_matrix_units_and_not_under_plain_arithmetic():
+    alone = catalogued_device("a100-sxm-80gb")
+    device = training_cluster(read_training_row({**ROW, "precision": "fp32"})).device
+
+    assert device.matmul_efficiency_for("fp32") == alone.matmul_efficiency_for("fp32")
+    assert device.matmul_efficiency_for("bf16") < 0.9 * alone.matmul_efficiency_for("bf16")
 
 
 @pytest.mark.parametrize("answer", ["yes", "True", " 1 ", "torch.compile", "per-layer"])

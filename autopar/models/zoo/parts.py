@@ -12,10 +12,13 @@ from torch.nn import functional
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, float32: bool = True) -> torch.Tensor:
     """Return the mean cross entropy of logits [b, s, v] against labels [b, s]; -100 is not counted.
 
-    `float32`: of the logits in that type, whatever theirs is.
+    `float32`: of the logits in that type, whatever theirs is; otherwise in theirs, under autocast as well.
     """
     scores = logits.flatten(0, 1)
-    return functional.cross_entropy(scores.float() if float32 else scores, labels.flatten())
+    if float32:
+        return functional.cross_entropy(scores.float(), labels.flatten())
+    with torch.autocast(scores.device.type, enabled=False):
+        return functional.cross_entropy(scores, labels.flatten())
 
 
 def tokens(vocab: int, batch: int, seq: int) -> torch.Tensor:
