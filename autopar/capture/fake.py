@@ -180,8 +180,9 @@ def _rebound_cell(cell: types.CellType, copies: Mapping[int, Any], known: dict[i
 def _install_recorders(module: nn.Module) -> None:
     """Install the hooks that transformers would install, under a lock, when a call first asks for hidden states.
 
-    It installs them in all models inside of the one that asks, those that have theirs included; which one asks is not
-    known here. What a module has already is not installed again: each layer's states would be recorded twice.
+    It installs them in all models inside of the one that asks, those included that have theirs already, as backbones
+    do from the start; which one asks is not known here. What a module has is not installed again: each layer's state
+    would be recorded twice.
     """
     library = sys.modules.get("transformers.utils.output_capturing")
     models = sys.modules.get("transformers.modeling_utils")  # not loaded yet: the module cannot be one of them

@@ -26,7 +26,7 @@ _ASSERTS = frozenset({"_assert_async", "_functional_assert_async"})
 
 @contextmanager
 def taken_to_be_finite() -> Iterator[None]:
-    """Let branches that ask only whether values are finite be traced as if all were; `check_finite` finds the places."""
+    """Let branches that ask only whether values are finite be traced as if all were; `check_finite` adds the checks."""
     with branches_on_finite_values(_mark):
         yield
 
