@@ -46,6 +46,10 @@ class InputMismatchError(AutoparError):
     """A call of the compiled module does not match what was planned."""
 
 
+class NotFiniteError(AutoparError):
+    """Values that forward asks about are not finite, and the branch for those is no part of the captured program."""
+
+
 class RanksDisagreeError(AutoparError):
     """Ranks hold different plans or programs; all of them stop."""
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from autopar.errors import NotFiniteError
+
 _ATEN: Any = torch.ops.aten
 _NONE = 0
 """Torch's number for `reduction="none"`."""
@@ -27,6 +29,38 @@ _LIBRARY.define(
     f"ctc_loss_backward(Tensor grad, {_ALIGNED}, Tensor losses, Tensor log_alpha, int blank, bool zero_infinity)"
     " -> Tensor"
 )
+
+_LIBRARY.define("is_finite(Tensor self) -> Tensor")
+_LIBRARY.define("finite(Tensor self, str where) -> Tensor", tags=(torch.Tag.pointwise,))
+
+
+def _is_finite(values: torch.Tensor) -> torch.Tensor:
+    return values.isfinite().all()
+
+
+def not_finite(where: str, count: int, of: int) -> NotFiniteError:
+    """Return the error for values that are not finite where forward would have taken another branch for them."""
+    return NotFiniteError(
+        f"{count} of {of} values that {where} asks about are not finite (NaN or infinite); the program was captured "
+        "with the branch for finite ones, and has no other\n"
+        "find what overflows (a learning rate, a division by zero, a loss of float16), or compute both branches and "
+        "choose with torch.where"
+    )
+
+
+def _finite(values: torch.Tensor, where: str) -> torch.Tensor:
+    """Return the values, a tensor of its own, and raise where one is not finite; the branch for those was not traced.
+
+    A GPU is not waited for: its own assertion ends the program.
+    """
+    if values.device.type == "meta":
+        return torch.empty_like(values)
+    found = values.isfinite()
+    if values.device.type != "cpu":
+        torch._assert_async(found.all(), f"values that {where} asks about are not finite")
+    elif not found.all():
+        raise not_finite(where, int((~found).sum()), values.numel())
+    return values.clone()
 
 
 def cross_entropy_backward(grad_output: torch.Tensor, scores: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -132,6 +166,11 @@ def _ctc_saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, to
 def _ctc_gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.autopar_ops.ctc_loss_backward(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
 
+
+_LIBRARY.impl("is_finite", _is_finite, "CompositeExplicitAutograd")
+_LIBRARY.impl("finite", _finite, "CompositeExplicitAutograd")
+torch.library.register_fake("autopar_ops::is_finite", lambda self: self.new_empty((), dtype=torch.bool), lib=_LIBRARY)
+torch.library.register_fake("autopar_ops::finite", lambda self, _: torch.empty_like(self), lib=_LIBRARY)
 
 _LIBRARY.impl("ctc_loss", ctc_loss, "CompositeExplicitAutograd")
 _LIBRARY.impl("ctc_loss_backward", _ctc_loss_backward, "CompositeExplicitAutograd")

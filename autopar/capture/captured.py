@@ -10,10 +10,11 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import AOTInput, FakeTensorMode, traced_stack
+from autopar._torch_tracing import as_if_not_compiled
 from autopar.capture.attributes import check_attributes
 from autopar.capture.blocks import find_blocks
 from autopar.capture.call import CallSpec, ResultSpec, read_call
-from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable
+from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable, raises_while_traced
 from autopar.capture.fake import FakeModel
 from autopar.capture.lazy import write_lazy_tensors
 from autopar.capture.losses import merge_cross_entropy
@@ -68,10 +69,7 @@ def capture(model: nn.Module, example_inputs: object, *, training: bool = True, 
     if not examples:
         raise no_tensor_inputs(name)
     try:
-        fake = FakeModel(model, FakeTensorMode(allow_non_fake_inputs=True))
-        if fake.module.training != training:
-            fake.module.train(training)
-        traced = trace(fake, call, [fake.fake(each) for each in examples], with_backward=with_backward, name=name)
+        fake, traced = _traced(model, call, examples, training=training, with_backward=with_backward)
         captured = _assemble(name, fake, call, traced, training=training, with_backward=with_backward)
     except AutoparError:
         raise
@@ -80,6 +78,36 @@ def capture(model: nn.Module, example_inputs: object, *, training: bool = True, 
     if traced.changes_python:
         check_attributes(model, call, examples, training=training, with_backward=with_backward)
     return captured
+
+
+def _traced(
+    model: nn.Module, call: CallSpec, examples: Sequence[torch.Tensor], *, training: bool, with_backward: bool
+) -> tuple[FakeModel, Traced]:
+    """Return the model's trace, of a copy of it.
+
+    A forward that raises while traced may do so because it was told that it is compiled, and left something out that
+    it makes for itself else (masks in LongT5): then it is traced as one that is not told.
+    """
+
+    def once() -> tuple[FakeModel, Traced]:
+        fake = FakeModel(model, FakeTensorMode(allow_non_fake_inputs=True))
+        if fake.module.training != training:
+            fake.module.train(training)
+        inputs = [fake.fake(each) for each in examples]
+        return fake, trace(fake, call, inputs, with_backward=with_backward, name=type(model).__name__)
+
+    try:
+        return once()
+    except AutoparError:
+        raise
+    except Exception as error:
+        if not raises_while_traced(str(error)):
+            raise
+        try:
+            with as_if_not_compiled():
+                return once()
+        except Exception:  # noqa: BLE001  what was wrong at first is told
+            raise error from None
 
 
 def _assemble(

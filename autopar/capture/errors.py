@@ -9,6 +9,7 @@ from autopar.errors import CaptureError, UsageError
 
 _ONE_DTYPE = "give inputs of the dtype of the model's parameters, or cast in forward (x.float(), x.to(weight.dtype))"
 
+_RAISES = r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError"
 _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
     (
         r"[Dd]ata-dependent branching|dynamic control flow|Could not guard on data-dependent",
@@ -48,7 +49,7 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         "give classes and indices as int64: y.long()",
     ),
     (
-        r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError",
+        _RAISES,
         "its forward raises on inputs of these shapes and types",
         (
             "run the model once on these example inputs without autopar; if that works, it does otherwise while traced "
@@ -98,6 +99,11 @@ def not_capturable(model: str, reason: str, where: str) -> CaptureError:
             break
     place = f"\n  at {where}" if where else ""
     return CaptureError(f"{model} cannot be captured as one static graph: {kind}{place}\n  torch: {reason}\n{way_out}")
+
+
+def raises_while_traced(reason: str) -> bool:
+    """Return whether torch says that forward itself raised."""
+    return re.search(_RAISES, reason) is not None
 
 
 def value_dependent(model: str, operator: str, where: str) -> CaptureError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -178,15 +178,41 @@ def _rebound_cell(cell: types.CellType, copies: Mapping[int, Any], known: dict[i
 
 
 def _install_recorders(module: nn.Module) -> None:
-    """Install the hooks that transformers would install, under a lock, when a call first asks for hidden states."""
+    """Install the hooks that transformers would install, under a lock, when a call first asks for hidden states.
+
+    It installs them in all models inside of the one that asks, those included that have theirs already, as backbones
+    do from the start; which one asks is not known here. What a module has is not installed again: each layer's state
+    would be recorded twice.
+    """
     library = sys.modules.get("transformers.utils.output_capturing")
     models = sys.modules.get("transformers.modeling_utils")  # not loaded yet: the module cannot be one of them
     install = getattr(library, "maybe_install_capturing_hooks", None)
     if install is not None and models is not None:
         kind: Any = models.PreTrainedModel
+        given = {id(hook) for each in module.modules() for hook in each._forward_hooks.values()}
         for each in module.modules():
             if isinstance(each, kind):
                 install(each)
+        for each in module.modules():
+            _drop_hooks_twice(each, given)
+
+
+def _drop_hooks_twice(module: nn.Module, given: Set[int]) -> None:
+    """Drop hooks that do what another of the module does, but for those that the user's model has."""
+    seen: set[object] = set()
+    for handle, hook in sorted(module._forward_hooks.items(), key=lambda item: id(item[1]) not in given):
+        does = _deeds(hook)
+        if does in seen and id(hook) not in given:
+            del module._forward_hooks[handle]
+        seen.add(does)
+
+
+def _deeds(hook: Any) -> object:
+    """Return what tells functions apart that are made alike: their code, and the plain values that they hold."""
+    if not isinstance(hook, types.FunctionType):
+        return id(hook)
+    held = [each.cell_contents for each in hook.__closure__ or ()]
+    return hook.__code__, tuple(each for each in held if isinstance(each, str | int | bool))
 
 
 def _make_no_caches(module: nn.Module) -> None:

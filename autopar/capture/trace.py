@@ -27,11 +27,13 @@ from autopar._torch import (
     without_progress_thread,
     without_source_text,
 )
+from autopar._torch_tracing import context_variables
 from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
 from autopar.capture.dtypes import require_dtypes
 from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
+from autopar.capture.finite import check_finite, is_marked, taken_to_be_finite
 from autopar.capture.flex import flex_attention_in_plain_operators
 from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write, masks_for_places
@@ -140,6 +142,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         result = _plain_outputs(graph)
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
         require_dtypes(joint, name)
+        check_finite(joint)
         _drop_checks(joint)
         _make_numbers(joint)
     return Traced(joint, result, loose, changes_python=not all(each.startswith(_GLOBAL) for each in changed))
@@ -190,6 +193,8 @@ def _ambient(with_backward: bool) -> Iterator[None]:
         # A derivative that forward takes itself (forces, penalties of gradients) is operators like any other.
         stack.enter_context(dynamo_settings(ignore_logging_functions=said, allow_rnn=True, trace_autograd_ops=True))
         stack.enter_context(flex_attention_in_plain_operators())
+        stack.enter_context(taken_to_be_finite())
+        stack.enter_context(context_variables())
         yield
 
 
@@ -222,7 +227,8 @@ def _require_static(graph: fx.GraphModule, name: str) -> None:
     """Drop run-time checks and numbers that only they read, then refuse shapes and values that depend on data."""
     for node in reversed(list(graph.graph.nodes)):
         called = _called(node)
-        if not node.users and node.op != "output" and (called in _CHECKS or _is_symbolic(node)):
+        idle = not node.users and node.op != "output" and not is_marked(node)
+        if idle and (called in _CHECKS or _is_symbolic(node)):
             graph.graph.erase_node(node)
         elif called == "_enter_autocast":
             # The capture runs on fake CPU tensors, whatever device the model names.
