@@ -63,7 +63,7 @@ _THREE = {
     "nodes": {"hgx": {"preset": "dgx-a100-80gb", "nic": {"bandwidth": "100Gbit/s", "latency": "5us"}}},
     "groups": [{"node": "hgx", "count": 3}],
 }
-_MANY = {"tp": 8, "pps": (4, 8)}
+_MANY: dict[str, Any] = {"tp": 8, "pps": (4, 8)}
 
 
 @dataclass(frozen=True)

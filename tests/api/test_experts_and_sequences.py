@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ def planned(settings: LlamaSettings, cluster: str = "cpu:4", batch: int = 8, **f
     return autopar.plan(model, cluster, example_inputs=inputs, fix=fix)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
 def train_llama(_rank: int, settings: LlamaSettings, fix: dict[str, Any]) -> Trained:
     torch.manual_seed(0)
     ids = torch.randint(settings.vocab, (8, settings.sequence + 1))
@@ -52,8 +45,8 @@ def train_llama(_rank: int, settings: LlamaSettings, fix: dict[str, Any]) -> Tra
     ],
     ids=str,
 )
-def test_experts_on_several_ranks_train_as_on_one(pool: RankPool, fix: dict[str, Any]):
-    for done in pool.values(train_llama, MIXED, fix):
+def test_experts_on_several_ranks_train_as_on_one(four: RankPool, fix: dict[str, Any]):
+    for done in four.values(train_llama, MIXED, fix):
         assert done.worst_gradient < 1e-4
 
 
@@ -67,13 +60,13 @@ def test_experts_on_several_ranks_train_as_on_one(pool: RankPool, fix: dict[str,
     ],
     ids=str,
 )
-def test_sequences_on_several_ranks_train_as_on_one(pool: RankPool, fix: dict[str, Any]):
-    for done in pool.values(train_llama, DENSE, fix):
+def test_sequences_on_several_ranks_train_as_on_one(four: RankPool, fix: dict[str, Any]):
+    for done in four.values(train_llama, DENSE, fix):
         assert done.worst_gradient < 1e-4
 
 
-def test_queries_of_one_group_of_heads_train_on_several_ranks(pool: RankPool):
-    for done in pool.values(train_llama, GROUPED, {"cp": 2, "tp": 2}):
+def test_queries_of_one_group_of_heads_train_on_several_ranks(four: RankPool):
+    for done in four.values(train_llama, GROUPED, {"cp": 2, "tp": 2}):
         assert done.worst_gradient < 1e-4
 
 
@@ -83,13 +76,13 @@ def train_grouped(_rank: int, fix: dict[str, Any]) -> Trained:
 
 
 @pytest.mark.parametrize("fix", [{"ep": 4}, {"ep": 2, "dp_replicate": 2, "microbatch": 1}], ids=str)
-def test_experts_of_sorted_tokens_train_as_on_one_device(pool: RankPool, fix: dict[str, Any]):
-    for done in pool.values(train_grouped, fix):
+def test_experts_of_sorted_tokens_train_as_on_one_device(four: RankPool, fix: dict[str, Any]):
+    for done in four.values(train_grouped, fix):
         assert done.worst_gradient < 1e-4
 
 
-def test_tokens_of_experts_can_be_split_by_both(pool: RankPool):
-    for done in pool.values(train_llama, MIXED, {"cp": 2, "ep": 2}):
+def test_tokens_of_experts_can_be_split_by_both(four: RankPool):
+    for done in four.values(train_llama, MIXED, {"cp": 2, "ep": 2}):
         assert done.worst_gradient < 1e-4
 
 

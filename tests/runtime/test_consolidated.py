@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ SPLITS = [({"dp_shard": 2}, 6), ({"dp_shard": 2}, 5), ({"tp": 2}, 6)]
 """With the width of the model; ranks hold parts of unlike sizes of one that they do not divide."""
 
 STAGES = ({"pp": 2, "microbatch": 2}, 6)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class Tied(nn.Module):
