@@ -78,14 +78,6 @@ IN_FLIGHT: Mapping[str, Formula] = registry(
 )
 """Most micro-batches of one stage held at once on a rank, over all of its stages, by the schedule's name."""
 
-UNEVEN = Formula(
-    "uneven",
-    "S + (m - 1)*L",
-    (_M, ("S", "forward and backward of one micro-batch on all stages, s"), ("L", "of the slowest stage, s")),
-    "Zheng et al. 2022, equation 2; no bound: 1F1B hides part of what the slowest stage waits for, or adds to it",
-)
-"""Seconds of one step of 1F1B with uneven stages, the estimate that a search over cuts can add up."""
-
 
 def makespan_s(
     schedule: str,
@@ -150,15 +142,6 @@ def in_flight(
     for a schedule without a closed form.
     """
     return _formula(IN_FLIGHT, schedule).evaluate(p=ranks, m=microbatches, v=interleave, rank=rank)
-
-
-def uneven_makespan_s(stage_s: npt.ArrayLike, microbatches: Number) -> FloatArray:
-    """Return the estimated seconds of one step under 1F1B.
-
-    `stage_s` holds forward and backward of one micro-batch along its last dim, a stage an entry.
-    """
-    seconds = np.asarray(stage_s, dtype=np.float64)
-    return UNEVEN.evaluate(S=seconds.sum(axis=-1), m=microbatches, L=seconds.max(axis=-1))
 
 
 def _formula(formulas: Mapping[str, Formula], schedule: str) -> Formula:
