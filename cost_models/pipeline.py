@@ -14,8 +14,7 @@ forms (tests/simulate/test_makespan.py).
 
 Sources: GPipe, 1F1B and its interleaved form: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", SC 2021, section 2.2, there for m a multiple of p; the interleaved form here is that of
-rounds of any size. Zero bubble: Qi, Wan, Huang & Lin, ICLR 2024, table 2, there for w <= f and w <= i. Uneven stages
-under 1F1B: Zheng et al., "Alpa", OSDI 2022, equation 2.
+rounds of any size. Zero bubble: Qi, Wan, Huang & Lin, ICLR 2024, table 2, there for w <= f and w <= i.
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.launching import TORCHRUN, wait_for
+from autopar.cli.launching import QUIET_PROFILER, TORCHRUN, wait_for
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan
 
@@ -49,7 +49,7 @@ def run(
         require_free_port(rendezvous)
     variables = environment(found, plan, os.environ)
     if profile is not None:
-        variables[PROFILE_VARIABLE] = str(writable_folder(profile))
+        variables = {**QUIET_PROFILER, **variables, PROFILE_VARIABLE: str(writable_folder(profile))}
     return wait_for(command, variables)
 
 

@@ -391,6 +391,22 @@ def test_run_hands_over_the_plan_and_returns_the_status_of_the_script(
     assert main(["run", "plan.json", "--", "train.py", "--steps", "3"]) == 3
 
 
+def test_a_profiled_run_keeps_torchs_profiler_quiet_unless_the_user_says_otherwise(
+    saved: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    Path("train.py").write_text("import os; print(os.environ.get('KINETO_LOG_LEVEL'))")
+    monkeypatch.setattr("autopar.cli.run.TORCHRUN", [sys.executable])
+    monkeypatch.setattr("autopar.cli.run.rank_flags", lambda *_: [])
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+
+    for profiled in ([], ["--profile", "measured"]):
+        assert main(["run", "plan.json", *profiled, "--", "train.py"]) == 0
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
+    assert main(["run", "plan.json", "--profile", "measured", "--", "train.py"]) == 0
+
+    assert capfd.readouterr().out.split() == ["None", "6", "1"]
+
+
 def test_ending_run_ends_what_it_launched(saved: Path):
     sleeper = "import time; print(1, flush=True); time.sleep(60)"
     called = f"wait_for([sys.executable, '-c', {sleeper!r}], {{}})"

@@ -194,8 +194,6 @@ def build(
         UsageError: no such name or setting, or a sequence longer than the model's positions.
     """
     settings = settings_of(name, overrides)
-    if seq is not None and not settings.default_seq:
-        raise UsageError(f"--seq {seq}: zoo:{name} reads no sequences; leave --seq out")
     size = batch or settings.default_batch
     length = seq or settings.default_seq
     positions = getattr(settings, "positions", None)
