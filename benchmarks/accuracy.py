@@ -1,6 +1,6 @@
 """How far the cost model is from published collectives and matmuls, and from hardware that it was not fitted to.
 
-    python benchmarks/accuracy.py --write    # benchmarks/results/accuracy.jsonl and the tables of docs/accuracy/
+    python -m benchmarks.accuracy --write    # benchmarks/results/accuracy.jsonl and the tables of docs/accuracy/
 
 Leave one hardware out: the fitted constants are fitted again without any row of one device, from the same neutral
 start, and price that device's rows; what only its rows could tell (the efficiency of its own link, the latency of its
@@ -20,8 +20,7 @@ from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
-import record
-
+from benchmarks import record
 from cost_models.collectives import collective_s
 from cost_models.compute import matmul_s
 from cost_models.device import DeviceSpec, catalogued_device
@@ -211,10 +210,12 @@ def _loss(rows: Sequence[Row], constants: Mapping[str, float]) -> float:
 def _predicted_s(row: Row, constants: Mapping[str, float]) -> float:
     read, _, link, nic, hops = row
     names = ("in_switch_efficiency", "chunk_fill", "fill_limit", "ring_latency_factor")
-    library = replace(nccl(), **{name: constants[name] for name in names})
+    known: dict[str, Any] = {name: constants[name] for name in names}
+    library = replace(nccl(), **known)
     call_s = constants["call_s"]
     priced = []
     for hop in hops:
+        own: dict[str, Any]
         if hop.level == "node":
             own = {"efficiency": _known(constants, "efficiency", link), "latency_s": constants["latency_s"]}
         else:

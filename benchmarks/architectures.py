@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Fix, cluster_of
-from benchmarks.equivalence import LIMITS, fork, free_port, of_all_stages, results, unequal_replicas, variables, whole
+from benchmarks.equivalence import LIMITS, of_all_stages, results, unequal_replicas, whole
 from benchmarks.equivalence import differences as _differences
+from benchmarks.forks import fork, free_port, variables
 from benchmarks.record import RESULTS, markdown, write
 
 BATCH = 12
@@ -103,22 +104,28 @@ def _build(name: str) -> tuple[Any, dict[str, Any]]:
     from autopar.models.hf_tiny import tiny
 
     stacks = _LAYER_SETTINGS.get(name, ("num_hidden_layers",))
-    return tiny(name, batch=BATCH, **{key: LAYERS // len(stacks) for key in stacks})
+    layers: dict[str, Any] = {key: LAYERS // len(stacks) for key in stacks}
+    return tiny(name, batch=BATCH, **layers)
+
+
+_CAPTURED: dict[tuple[Any, ...], Any] = {}
+"""Programs of this process's one model, by how they were captured; forks have them, too."""
+
+
+def _capture(model: Any, example: Any, precision: str, **how: bool) -> Any:
+    from autopar.api import captured_for
+
+    key = (precision, *sorted(how.items()))
+    if key not in _CAPTURED:
+        _CAPTURED[key] = captured_for(model, example, precision, **how)
+    return _CAPTURED[key]
 
 
 def _captured_once() -> None:
     """Let every program be captured once in this process and its forks."""
     import autopar.api.compiling as compiling
 
-    capture, kept = compiling.captured_for, {}
-
-    def once(model: Any, example: Any, precision: str, **how: bool) -> Any:
-        key = (precision, *sorted(how.items()))
-        if key not in kept:
-            kept[key] = capture(model, example, precision, **how)
-        return kept[key]
-
-    compiling.captured_for = once
+    compiling.captured_for = _capture  # type: ignore[assignment, attr-defined]
 
 
 def _reference(name: str, out: Path) -> None:
@@ -128,15 +135,15 @@ def _reference(name: str, out: Path) -> None:
 
 
 def _make_plan(name: str, plan: str, out: Path) -> None:
-    from autopar.api import compiling
+    from autopar.api import plan_captured
     from autopar.options import PlanOptions
     from autopar.progress import Silent
 
     mesh, fix = PLANS[plan]
     model, inputs = build(name)
     options = PlanOptions.parse(fix=fix, time_limit=15.0, gap=0.1)
-    captured = compiling.captured_for(model, inputs, "fp32", training=True, with_backward=True)
-    made = compiling.plan_captured(captured, name, cluster_of(mesh), options, Silent())
+    captured = _capture(model, inputs, "fp32", training=True, with_backward=True)
+    made = plan_captured(captured, name, cluster_of(mesh), options, Silent())
     made.save(out)
 
 
@@ -167,15 +174,13 @@ def _model_main(name: str, plans: Sequence[str], output: Path | None, timeout_s:
     import torch
 
     torch.set_num_threads(1)
-    from autopar.api import compiling
-
     _captured_once()
     row: dict[str, Any] = {"benchmark": "architectures", "model": name}
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "wanted.pt"
         try:
             model, inputs = build(name)
-            captured = compiling.captured_for(model, inputs, "fp32", training=True, with_backward=True)
+            captured = _capture(model, inputs, "fp32", training=True, with_backward=True)
             made = {meta.dtype for op in captured.graph.ops for meta in op.outputs if meta is not None}
             if made & {"bfloat16", "float16"}:
                 row["rounding"] = _HALF

@@ -99,7 +99,7 @@ def build(name: str, batch: int = 0, blocks: int = 0) -> tuple[Any, dict[str, An
     from autopar.models.hf_tiny import BATCH, tiny
 
     stacks = _STACKS.get(name, ("num_hidden_layers",))
-    settings = {key: blocks // len(stacks) for key in stacks} if blocks else {}
+    settings: dict[str, Any] = {key: blocks // len(stacks) for key in stacks} if blocks else {}
     return tiny(name, batch=batch or BATCH, **settings)
 
 

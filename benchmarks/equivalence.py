@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
-import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import MESHES, MODELS, PLANS, build, cases, cluster_of, size_of
+from benchmarks.forks import fork, free_port, variables
 from benchmarks.record import RESULTS, markdown, write
 
 LIMITS = {"eval": 1e-5, "loss": 1e-5, "gradients": 1e-4, "steps": 1e-4, "state": 1e-4}
@@ -191,46 +189,6 @@ def rank_main(name: str, size: tuple[int, int], plan: Path, wanted: Path, out: P
     dist.destroy_process_group()
 
 
-def fork(work: Sequence[tuple[Callable[..., None], tuple[Any, ...], dict[str, str]]], timeout_s: float) -> str:
-    """Run functions side by side, each in a fork with its variables, and return the text of the first failure."""
-    context = mp.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / str(number) for number in range(len(work))]
-        children = [
-            context.Process(target=_child, args=(function, arguments, variables, log))
-            for (function, arguments, variables), log in zip(work, logs, strict=True)
-        ]
-        for child in children:
-            child.start()
-        end = time.monotonic() + timeout_s
-        while any(child.is_alive() for child in children) and time.monotonic() < end:
-            if any(child.exitcode for child in children):
-                time.sleep(1.0)  # the others may be about to say more
-                break
-            time.sleep(0.05)
-        late = [child for child in children if child.is_alive()]
-        for child in late:
-            child.kill()
-        for child in children:
-            child.join()
-        said = [log.read_text(encoding="utf-8") for log in logs if log.exists()]
-        codes = [child.exitcode for child in children]
-    if said:
-        return min(said, key=len)
-    if late:
-        return f"{len(late)} of {len(work)} not done within {timeout_s:.0f} s"
-    return "" if not any(codes) else f"ended with {codes}"
-
-
-def _child(function: Callable[..., None], arguments: tuple[Any, ...], variables: dict[str, str], log: Path) -> None:
-    os.environ.update(variables)
-    try:
-        function(*arguments)
-    except Exception:  # noqa: BLE001  told to the parent, which lets the case fail
-        log.write_text(traceback.format_exc(limit=-4), encoding="utf-8")
-        os._exit(1)
-
-
 def run_case(name: str, mesh: str, plan: str, wanted: Path, folder: Path, timeout_s: float) -> dict[str, Any]:
     """Return the row of one case."""
     row: dict[str, Any] = {"benchmark": "equivalence", "model": name, "mesh": mesh, "plan": plan}
@@ -264,27 +222,6 @@ def run_case(name: str, mesh: str, plan: str, wanted: Path, folder: Path, timeou
 def _stages(decided: Any) -> str:
     """Return the pipeline ranks and the stages of a plan, empty without."""
     return f"pp={decided.degrees['pp']}, {len(decided.stages)} stages;" if decided.stages else ""
-
-
-def variables(rank: int, world: int, port: str) -> dict[str, str]:
-    """Return the variables that torchrun would give a rank."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

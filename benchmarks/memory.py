@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.equivalence import fork, free_port, variables
+from benchmarks.forks import fork, free_port, variables
 from benchmarks.record import RESULTS, markdown, write
 
 MODELS = ("mlp", "llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "unet", "whisper")

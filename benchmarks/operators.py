@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.forks import fork
 from benchmarks.record import RESULTS, write
 from benchmarks.testbed.step import PROGRAMS
 
@@ -108,6 +108,11 @@ def compare(name: str, cluster: Path, steps: int) -> dict[str, Any]:
     }
 
 
+def _measure(name: str, cluster: Path, steps: int, output: Path) -> None:
+    torch.set_num_threads(1)
+    write(compare(name, cluster, steps), output)
+
+
 def summary(path: Path, most: int = 25) -> str:
     """Return, of the last line of each program, the steps and the operators that err most, in shares of a step."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -130,17 +135,14 @@ def main() -> int:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--cluster", type=Path, help="of one rank, calibrated")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a program may take")
     parser.add_argument("--summary", action="store_true", help="of the lines there are; nothing is run")
     parser.add_argument("--output", type=Path, default=RESULTS / "operators.jsonl")
     args = parser.parse_args()
     for name in [] if args.summary else args.programs:
-        child = os.fork()
-        if not child:
-            torch.set_num_threads(1)
-            write(compare(name, args.cluster, args.steps), args.output)
-            sys.stdout.flush()
-            os._exit(0)
-        os.waitpid(child, 0)
+        error = fork([(_measure, (name, args.cluster, args.steps, args.output), {})], args.timeout)
+        if error:
+            sys.stderr.write(f"operators: {name}: {error}\n")
     sys.stdout.write(summary(args.output))
     return 0
 

@@ -68,7 +68,7 @@ class Trainer:
         given = self.inputs
         output = self.model(**given) if isinstance(given, Mapping) else self.model(*given)
         loss: Tensor = output if isinstance(output, Tensor) else output.loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.item()
 
     def update(self) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.architectures import build, names
+from benchmarks.forks import fork
 from benchmarks.record import RESULTS, write
 
 SAME = 0.01
@@ -30,13 +30,13 @@ def compare(name: str) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     import autopar
-    from autopar.api import compiling
+    from autopar.api import captured_for
     from autopar.costs.operators import flops
 
     row: dict[str, Any] = {"benchmark": "products", "model": name}
     model, inputs = build(name)
     try:
-        captured = compiling.captured_for(model, inputs, "fp32", training=True, with_backward=True)
+        captured = captured_for(model, inputs, "fp32", training=True, with_backward=True)
     except autopar.AutoparError as error:
         return {**row, "refused": str(error).splitlines()[0]}
     with FlopCounterMode(display=False) as counter:
@@ -48,6 +48,10 @@ def compare(name: str) -> dict[str, Any]:
     counted = counter.get_total_flops()
     priced = sum(flops(op, [graph.meta(ref) for ref in op.refs]) for op in products)
     return {**row, "counted": counted, "priced": priced, "ratio": priced / counted if counted else None}
+
+
+def _count(name: str, output: Path) -> None:
+    write(compare(name), output)
 
 
 def summary(path: Path) -> str:
@@ -64,19 +68,14 @@ def main() -> int:
     """Compare the models asked for, each in a process of its own, and print what differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", default=None, help="default: all")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a model may take")
     parser.add_argument("--summary", action="store_true", help="of the lines there are; nothing is run")
     parser.add_argument("--output", type=Path, default=RESULTS / "products.jsonl")
     args = parser.parse_args()
     for name in [] if args.summary else args.models or names():
-        child = os.fork()
-        if not child:
-            try:
-                write(compare(name), args.output)
-            except Exception as error:  # noqa: BLE001  a model's own Python: told, and the next one is tried
-                print(f"products: {name}: {type(error).__name__}: {error}", file=sys.stderr)
-            sys.stdout.flush()
-            os._exit(0)
-        os.waitpid(child, 0)
+        error = fork([(_count, (name, args.output), {})], args.timeout)
+        if error:
+            sys.stderr.write(f"products: {name}: {error}\n")
     sys.stdout.write(summary(args.output))
     return 0
 

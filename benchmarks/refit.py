@@ -1,10 +1,10 @@
 """Which values of the constants the published training steps ask for, all of them or without one source.
 
-    python benchmarks/refit.py --sensitivities   # results/sensitivities.jsonl: each row with each constant changed
-    python benchmarks/refit.py --sensitivities --again NAME  # the rows that the constant concerns, as they are and with
+    python -m benchmarks.refit --sensitivities   # results/sensitivities.jsonl: each row with each constant changed
+    python -m benchmarks.refit --sensitivities --again NAME  # the rows that the constant concerns, as they are and with
                                                  # it changed; what others change keeps its ratio
-    python benchmarks/refit.py                   # fits, of all sources and without each; results/refit.jsonl
-    python benchmarks/refit.py --price SOURCE    # the source's rows at the constants fitted without it, for
+    python -m benchmarks.refit                   # fits, of all sources and without each; results/refit.jsonl
+    python -m benchmarks.refit --price SOURCE    # the source's rows at the constants fitted without it, for
                                                  # results/training_steps.jsonl (its lines bear `left_out`)
 
 A fit starts from what is known of each constant without these rows and leaves it as far as the rows demand: the least
@@ -25,10 +25,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import record
-import training_steps
 
 from autopar.api.validating import estimates_of, price_steps
+from benchmarks import record, training_steps
 from cost_models import catalog, overlap
 from cost_models.errors import CostModelError
 from cost_models.training_rows import TrainingRow, read_training_row

@@ -1,8 +1,8 @@
 """How far predicted training steps are from published ones.
 
-    python benchmarks/training_steps.py --write           # results/training_steps.jsonl, tables of docs/
-    python benchmarks/training_steps.py --held-out --write   # likewise the rows that no constant was fitted to
-    python benchmarks/training_steps.py --tables          # the tables again, from the results as they are
+    python -m benchmarks.training_steps --write           # results/training_steps.jsonl, tables of docs/
+    python -m benchmarks.training_steps --held-out --write   # likewise the rows that no constant was fitted to
+    python -m benchmarks.training_steps --tables          # the tables again, from the results as they are
 
 Sources left out of the fit, priced at the constants of the others: benchmarks/refit.py.
 """
@@ -18,9 +18,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import record
-
 from autopar.api.validating import price_steps
+from benchmarks import record
 from cost_models import catalog, overlap
 from cost_models.published import Priced
 from cost_models.training_rows import TrainingRow, read_training_row
@@ -182,7 +181,7 @@ def _error(line: Mapping[str, Any]) -> float:
 
 def _priced(line: Mapping[str, Any]) -> Priced:
     names = ("measured_bytes", "predicted_bytes", "device_bytes")
-    sizes = {name: line.get(name) for name in names}
+    sizes: dict[str, Any] = {name: line.get(name) for name in names}
     return Priced(
         line["line"], line["row"], line["source"], line["group"], "", line["measured_s"], line["predicted_s"], **sizes
     )

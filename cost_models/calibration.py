@@ -239,8 +239,8 @@ def _level(section: Section) -> LevelFigures:
         figures=(),
         latency_s=section.required_quantity("latency", units.parse_time),
         call_s=section.required_quantity("call_overhead", units.parse_time),
-        efficiency=section.quantity("efficiency", units.parse_fraction, 1.0),
-        efficiency_of={op: own.quantity(op, units.parse_fraction, 1.0) for op in own.data},
+        efficiency=section.share("efficiency", 1.0),
+        efficiency_of={op: own.share(op, 1.0) for op in own.data},
         host_bytes_per_s=section.quantity("host_bandwidth", units.parse_bandwidth, 0.0),
     )
 

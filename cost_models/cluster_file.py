@@ -225,15 +225,12 @@ def _like(section: str, bytes_per_s: float, topology: str) -> LinkSpec | None:
 
 def _override(section: Section, base: LinkSpec, topology: str) -> LinkSpec:
     given = {*_LINK_KEYS, "topology"} - {"preset"}
-    efficiency = section.quantity("efficiency", units.parse_fraction, base.efficiency)
-    if not 0 < efficiency <= 1:
-        raise section.error(f"must be more than 0 and at most 1, but is {section['efficiency']!r}", "efficiency")
     bandwidth = "bandwidth" in section
     return LinkSpec(
         bytes_per_s=section.positive("bandwidth", units.parse_bandwidth) if bandwidth else base.bytes_per_s,
         latency_s=section.quantity("latency", units.parse_time, base.latency_s),
         topology=topology,
-        efficiency=efficiency,
+        efficiency=section.share("efficiency", base.efficiency),
         call_overhead_s=section.quantity("call_overhead", units.parse_time, base.call_overhead_s),
         in_switch_reduction=section.flag("in_switch_reduction", base.in_switch_reduction),
         host_bytes_per_s=section.quantity("host_bandwidth", units.parse_bandwidth, base.host_bytes_per_s),
@@ -246,11 +243,7 @@ def _efficiency_of(section: Section) -> dict[str, float]:
     from cost_models.collectives import OPS  # numpy: a cluster file without the key is read without it
 
     own = section.section("efficiency_of").only(*OPS)
-    found = {op: own.quantity(op, units.parse_fraction, 1.0) for op in own.data}
-    for op, value in found.items():
-        if not 0 < value <= 1:
-            raise own.error(f"must be more than 0 and at most 1, but is {own[op]!r}", op)
-    return found
+    return {op: own.share(op, 1.0) for op in own.data}
 
 
 def _read_group(section: Section, nodes: Mapping[str, NodeSpec]) -> NodeGroup:

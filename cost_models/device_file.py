@@ -67,7 +67,7 @@ def read_device(name: str, section: Section) -> DeviceSpec:
         name=name,
         memory_bytes=_or_base(memory, "capacity", units.parse_bytes, base.memory_bytes),
         memory_bytes_per_s=_or_base(memory, "bandwidth", units.parse_bandwidth, base.memory_bytes_per_s),
-        memory_efficiency=_fraction(memory, "efficiency", base.memory_efficiency),
+        memory_efficiency=memory.share("efficiency", base.memory_efficiency),
         memory_half_bytes=float(memory.quantity("half_rate_size", units.parse_bytes, round(base.memory_half_bytes))),
         reserved_bytes=memory.quantity("reserved", units.parse_bytes, base.reserved_bytes),
         fresh_bytes=memory.quantity("fresh_size", units.parse_bytes, base.fresh_bytes),
@@ -79,11 +79,11 @@ def read_device(name: str, section: Section) -> DeviceSpec:
         matmul_half=_half(section, "matmul_half", base.matmul_half),
         convolution_efficiency=_fractions(section, "convolution_efficiency", base.convolution_efficiency),
         convolution_half=_half(section, "convolution_half", base.convolution_half),
-        attention_efficiency=_fraction(section, "attention_efficiency", base.attention_efficiency),
+        attention_efficiency=section.share("attention_efficiency", base.attention_efficiency),
         attention_half=_keys(section, base.attention_half),
         attention_block=section.count("attention_block") if "attention_block" in section else base.attention_block,
         kernel_launch_s=section.quantity("kernel_launch", units.parse_time, base.kernel_launch_s),
-        transcendentals_per_s=section.number("transcendentals_per_second", base.transcendentals_per_s),
+        transcendentals_per_s=_transcendentals(section, base.transcendentals_per_s),
         multiprocessors=_multiprocessors(section, base.multiprocessors),
         catalog=_catalog_name(section) if not inherits or touched else base.catalog,
     )
@@ -151,19 +151,20 @@ def _or_base(section: Section, key: str, parse: Any, base: Any) -> Any:
     return section.positive(key, parse) if key in section else base
 
 
-def _fraction(section: Section, key: str, default: float) -> float:
-    value = section.quantity(key, units.parse_fraction, default)
-    if not 0 < value <= 1:
-        raise section.error(f"must be more than 0 and at most 1, but is {section[key]!r}", key)
-    return value
-
-
 def _keys(section: Section, default: float) -> float:
     value = section.number("attention_half", default)
     if value < 0:
         raise section.error(
             f"must be a number of keys, 0 where any number is as good, but is {value!r}", "attention_half"
         )
+    return value
+
+
+def _transcendentals(section: Section, default: float) -> float:
+    key = "transcendentals_per_second"
+    value = section.number(key, default)
+    if value < 0:
+        raise section.error(f"must be a number a second, 0 where they take no time of their own, but is {value!r}", key)
     return value
 
 
@@ -191,7 +192,7 @@ def _efficiencies(section: Section, base: DeviceSpec) -> tuple[dict[str, float],
     for key in section.data:
         if key not in known:
             raise section.error(f"unknown data type {key!r}{suggestion(key, known)}; known: {', '.join(DTYPE_BYTES)}")
-        found[canonical_dtype(key)] = _fraction(section, key, 1.0)
+        found[canonical_dtype(key)] = section.share(key, 1.0)
     return found, found.pop("default", base.default_matmul_efficiency)
 
 
@@ -208,7 +209,7 @@ def _fractions(section: Section, name: str, default: Mapping[str, float]) -> dic
     for key in given.data:
         if canonical_dtype(key) not in DTYPE_BYTES:
             raise given.error(f"unknown data type {key!r}; known: {', '.join(DTYPE_BYTES)}")
-    return {canonical_dtype(key): _fraction(given, key, 1.0) for key in given.data}
+    return {canonical_dtype(key): given.share(key, 1.0) for key in given.data}
 
 
 def _half(section: Section, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -187,11 +187,6 @@ WHOLLY_SHARDED = 3
 """ZeRO stage at which parameters are sharded at rest."""
 
 
-def usable_bytes(device: DeviceSpec, margin: float = 0.0) -> int:
-    """Return the bytes left for tensors: capacity less context, less the fraction `margin` of the rest."""
-    return int((device.memory_bytes - device.reserved_bytes) * (1.0 - margin))
-
-
 def _check(optimizer: str, implementation: str) -> None:
     if optimizer not in _STATES:
         message = f"unknown optimizer {optimizer!r}{suggestion(optimizer, _STATES)}; known: {', '.join(_STATES)}"

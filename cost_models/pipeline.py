@@ -14,8 +14,7 @@ forms (tests/simulate/test_makespan.py).
 
 Sources: GPipe, 1F1B and its interleaved form: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", SC 2021, section 2.2, there for m a multiple of p; the interleaved form here is that of
-rounds of any size. Zero bubble: Qi, Wan, Huang & Lin, ICLR 2024, table 2, there for w <= f and w <= i. Uneven stages
-under 1F1B: Zheng et al., "Alpa", OSDI 2022, equation 2.
+rounds of any size. Zero bubble: Qi, Wan, Huang & Lin, ICLR 2024, table 2, there for w <= f and w <= i.
 """
 
 from collections.abc import Mapping
@@ -77,14 +76,6 @@ IN_FLIGHT: Mapping[str, Formula] = registry(
     Formula("zbv", "2*Min(m, p)", (_P, _M, _V, _RANK), f"{_QI}: an upper bound where m < 2*p - 1"),
 )
 """Most micro-batches of one stage held at once on a rank, over all of its stages, by the schedule's name."""
-
-UNEVEN = Formula(
-    "uneven",
-    "S + (m - 1)*L",
-    (_M, ("S", "forward and backward of one micro-batch on all stages, s"), ("L", "of the slowest stage, s")),
-    "Zheng et al. 2022, equation 2; no bound: 1F1B hides part of what the slowest stage waits for, or adds to it",
-)
-"""Seconds of one step of 1F1B with uneven stages, the estimate that a search over cuts can add up."""
 
 
 def makespan_s(
@@ -150,15 +141,6 @@ def in_flight(
     for a schedule without a closed form.
     """
     return _formula(IN_FLIGHT, schedule).evaluate(p=ranks, m=microbatches, v=interleave, rank=rank)
-
-
-def uneven_makespan_s(stage_s: npt.ArrayLike, microbatches: Number) -> FloatArray:
-    """Return the estimated seconds of one step under 1F1B.
-
-    `stage_s` holds forward and backward of one micro-batch along its last dim, a stage an entry.
-    """
-    seconds = np.asarray(stage_s, dtype=np.float64)
-    return UNEVEN.evaluate(S=seconds.sum(axis=-1), m=microbatches, L=seconds.max(axis=-1))
 
 
 def _formula(formulas: Mapping[str, Formula], schedule: str) -> Formula:

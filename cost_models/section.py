@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cost_models.errors import ClusterError, CostModelError, shown, suggestion
+from cost_models.units import parse_fraction
 
 T = TypeVar("T")
 
@@ -102,6 +103,13 @@ class Section:
         value = self.required_quantity(key, parse)
         if isinstance(value, int | float) and value <= 0:
             raise self.error(f"must be more than 0, but is {shown(self.data[key])}", key)
+        return value
+
+    def share(self, key: str, default: float) -> float:
+        """Return the fraction under `key` (`80%` or 0.8), more than 0 and at most 1, or `default`."""
+        value = self.quantity(key, parse_fraction, default)
+        if not 0 < value <= 1:
+            raise self.error(f"must be more than 0 and at most 1, but is {shown(self.data[key])}", key)
         return value
 
     def count(self, key: str) -> int:

@@ -1,4 +1,4 @@
-"""What several test folders use: a small plan made by hand, and golden texts."""
+"""What several test folders use: ranks, a small plan made by hand, and golden texts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,6 +35,9 @@ from autopar.ir.plan import (
 )
 from autopar.ir.strategy import Inner, MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
+
+if TYPE_CHECKING:
+    from tests.support.ranks import RankPool
 
 R = Replicate()
 
@@ -72,6 +76,24 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="write golden files instead of comparing with them")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Two ranks on this machine, for all tests of a file."""
+    from tests.support.ranks import RankPool
+
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    """Four ranks on this machine, for all tests of a file."""
+    from tests.support.ranks import RankPool
+
+    with RankPool(4) as ranks:
+        yield ranks
 
 
 @pytest.fixture

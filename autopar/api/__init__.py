@@ -79,6 +79,8 @@ def plan_reference(model: str, cluster: str, options: PlanOptions, progress: Pro
     found = resolve(model, batch=options.batch, seq=options.seq, overrides=dict(options.set))
     if found.example_inputs is None:
         raise UsageError(f"{model} gives a model without example inputs; name a function that returns (model, inputs)")
+    if options.seq is not None and model.startswith("zoo:") and found.tokens_per_step is None:
+        raise UsageError(f"seq={options.seq} was asked for, and {model} reads no sequences; leave seq out")
     if options.seq is not None and not model.startswith(("zoo:", "hf:")):
         _check_seq(model, found.example_inputs, options.seq)
 

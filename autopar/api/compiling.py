@@ -26,6 +26,7 @@ from autopar.ir.plan_json import from_json, load, to_json
 from autopar.ir.squeeze import squeeze
 from autopar.options import OptionKeywords, PlanOptions, Precision
 from autopar.progress import Progress, Silent
+from autopar.report.exposed import plan_note
 from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
@@ -207,7 +208,7 @@ class Job:
         names = None
         if pipeline is not None and pipeline.depth > 1:
             names = self._names_here(pipeline, training, captured)
-        profiler = _profiler(self.ranks)
+        profiler = _profiler(self.ranks, plan)
         runner = Runner(
             plan.decisions,
             self.ranks,
@@ -375,10 +376,10 @@ def _as_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return dict(kwargs) if kwargs else args
 
 
-def _profiler(ranks: Ranks) -> StepProfiler | None:
+def _profiler(ranks: Ranks, plan: Plan) -> StepProfiler | None:
     """Return what measures the steps of this run, if `autopar run --profile` asked for it."""
     folder = os.environ.get(PROFILE_VARIABLE)
-    return StepProfiler(Path(folder), ranks.rank, ranks.device) if folder else None
+    return StepProfiler(Path(folder), ranks.rank, ranks.device, plan_note(plan)) if folder else None
 
 
 def _backend(name: str | Backend, *, profiled: bool) -> Any:

@@ -59,4 +59,8 @@ def _usage_text(error: Exception) -> str:
     text = str(getattr(error, "format_message", error.__str__)()).strip().rstrip(".")
     text = text[:1].lower() + text[1:]
     context = getattr(error, "ctx", None)
-    return f"{text} (see {context.command_path} --help)" if context is not None else text
+    if context is None:
+        return text
+    behind = getattr(error, "option_name", None) is not None and context.command_path.endswith(" run")
+    more = "; flags of the script go behind --: autopar run PLAN -- SCRIPT ARGS" if behind else ""
+    return f"{text}{more} (see {context.command_path} --help)"

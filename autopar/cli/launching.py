@@ -10,6 +10,9 @@ from types import FrameType
 
 TORCHRUN = (sys.executable, "-m", "autopar.cli.torchrun")
 
+QUIET_PROFILER = {"KINETO_LOG_LEVEL": "6"}
+"""Variables with which torch's profiler does not write when it starts and stops, a line a rank, to stderr."""
+
 
 def wait_for(command: Sequence[str], variables: Mapping[str, str], stdout: int | None = None) -> int:
     """Run a command; return its exit status, 128 and the number of the signal where one ended it.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.launching import TORCHRUN, wait_for
+from autopar.cli.launching import QUIET_PROFILER, TORCHRUN, wait_for
 from autopar.cli.torchrun import UNSAID
 from autopar.errors import AutoparError
 
@@ -31,7 +31,7 @@ def on_ranks(ranks: int, arguments: Sequence[str], folder: Path, stdout: int | N
     """
     flags = [f"--nproc-per-node={ranks}", "--standalone", "--no-python"]
     command = [*TORCHRUN, UNSAID, *flags, sys.executable, "-m", "autopar", *arguments, "--on-rank", str(folder)]
-    return wait_for(command, {"OMP_NUM_THREADS": "1"} | os.environ, stdout)
+    return wait_for(command, QUIET_PROFILER | {"OMP_NUM_THREADS": "1"} | os.environ, stdout)
 
 
 def leave(folder: Path, told: dict[str, Any]) -> None:

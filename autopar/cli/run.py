@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.launching import TORCHRUN, wait_for
+from autopar.cli.launching import QUIET_PROFILER, TORCHRUN, wait_for
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan
 
@@ -44,9 +45,11 @@ def run(
     """
     found = Plan.load(plan)
     command = launch_command(found, script, nnodes, node_rank, rendezvous)
+    if nnodes > 1 and node_rank == 0 and rendezvous is not None:
+        require_free_port(rendezvous)
     variables = environment(found, plan, os.environ)
     if profile is not None:
-        variables[PROFILE_VARIABLE] = str(writable_folder(profile))
+        variables = {**QUIET_PROFILER, **variables, PROFILE_VARIABLE: str(writable_folder(profile))}
     return wait_for(command, variables)
 
 
@@ -84,10 +87,18 @@ def launch_command(plan: Plan, script: list[str], nnodes: int, node_rank: int, r
         raise UsageError(f"--node-rank {node_rank} is no machine of --nnodes {nnodes}; they are 0..{nnodes - 1}")
     if nnodes > 1 and rendezvous is None:
         raise UsageError(f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, an address of the first machine")
-    return [*TORCHRUN, *_rank_flags(ranks // nnodes, nnodes, node_rank, rendezvous), *script]
+    if nnodes == 1 and rendezvous is not None:
+        raise UsageError(
+            f"--rdzv-endpoint {rendezvous} is where several machines meet; say with --nnodes N how many, or leave "
+            "it out"
+        )
+    if rendezvous is not None:
+        host_and_port(rendezvous)
+    return [*TORCHRUN, *rank_flags(ranks // nnodes, nnodes, node_rank, rendezvous), *script]
 
 
-def _rank_flags(local_ranks: int, nnodes: int, node_rank: int, rendezvous: str | None) -> list[str]:
+def rank_flags(local_ranks: int, nnodes: int, node_rank: int, rendezvous: str | None) -> list[str]:
+    """Return torchrun's flags for the ranks of this machine, whose numbers follow from `node_rank`."""
     local = f"--nproc-per-node={local_ranks}"
     if nnodes == 1:
         return [local, "--standalone"]
@@ -95,9 +106,42 @@ def _rank_flags(local_ranks: int, nnodes: int, node_rank: int, rendezvous: str |
         local,
         f"--nnodes={nnodes}",
         f"--node-rank={node_rank}",
-        "--rdzv-backend=c10d",
+        "--rdzv-backend=static",  # c10d numbers machines as they come: the plan's order is that of the cluster's groups
         f"--rdzv-endpoint={rendezvous}",
     ]
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Return the two parts of `HOST:PORT`; the host of `[::1]:29500` is without its brackets.
+
+    Raises:
+        UsageError: the text is not of that form, or no port has that number.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise UsageError(
+            f"--rdzv-endpoint {endpoint}: must be HOST:PORT with a port of 1 to 65535, such as node0.local:29500"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def require_free_port(endpoint: str) -> None:
+    """Check that this machine can listen at the port, or torchrun would wait for whoever listens there already.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    _, port = host_and_port(endpoint)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            probe.listen()
+    except OSError as error:
+        raise UsageError(
+            f"--rdzv-endpoint {endpoint}: this machine cannot listen at port {port} ({error.strerror}); give all "
+            "machines another port, one that is free here"
+        ) from None
 
 
 def environment(plan: Plan, path: Path, outer: Mapping[str, str]) -> dict[str, str]:

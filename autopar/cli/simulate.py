@@ -60,6 +60,12 @@ def simulate(
         from autopar.ir.plan_json import to_json
 
         sys.stdout.write(to_json(there))
+    _tell(found, there)
+    return int(there.estimates.peak_memory_bytes > there.estimates.memory_budget_bytes)
+
+
+def _tell(found: Plan, there: Plan) -> None:
+    """Print the plan for the other cluster, and below it both clusters' step and memory in a line, to stderr."""
     from autopar.report.table import print_table
     from autopar.simulate.planned import planned_timeline
 
@@ -72,7 +78,6 @@ def simulate(
         f"({_times(after.step_time_s, before.step_time_s)})",
         file=sys.stderr,
     )
-    return int(after.peak_memory_bytes > after.memory_budget_bytes)
 
 
 def _times(after_s: float, before_s: float) -> str:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,12 @@ def load(path: str | os.PathLike[str]) -> Plan:
     except UnicodeDecodeError:
         raise UsageError(f"{path} is no plan file: it is not UTF-8 text") from None
     return from_json(text, str(path))
+
+
+def decisions_digest(plan: Plan) -> str:
+    """Return a checksum of what a plan decides for which program; another prediction of the same does not change it."""
+    decided = encode(replace(plan.decisions, collectives=()))  # they say what they are predicted to take
+    return _digest([plan.fingerprint.graph, plan.workload.global_batch, decided])
 
 
 def plan_schema() -> dict[str, Any]:
@@ -237,10 +244,11 @@ def _parts(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _digests(document: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(json.dumps(part, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
-        for name, part in _parts(document)
-    }
+    return {name: _digest(part) for name, part in _parts(document)}
+
+
+def _digest(part: Any) -> str:
+    return hashlib.sha256(json.dumps(part, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _check_digests(name: str, document: Mapping[str, Any]) -> None:

@@ -84,7 +84,10 @@ def load_config(source: str, overrides: Mapping[str, str]) -> Any:
                 f"hf:{kind} is no directory or file here, and models are not downloaded; name a local directory with a "
                 "config.json, or a model type such as hf:llama with --set KEY=VALUE"
             )
-        raise UsageError(f"transformers knows no model type {kind!r}{did_you_mean(kind, known)}")
+        raise UsageError(
+            f"transformers knows no model type {kind!r}{did_you_mean(kind, known)}; name one that it knows, such as "
+            "hf:llama, or a local directory with a config.json"
+        )
     with _quiet():
         plain = transformers.AutoConfig.for_model(kind, **given)
         return transformers.AutoConfig.for_model(kind, **given | _overrides(plain, overrides)) if overrides else plain

@@ -165,6 +165,8 @@ def _regressions(plan: Plan, baseline: Plan | None, policy: Policy) -> dict[str,
         ("communication", old.communication_bytes, new.communication_bytes, format_bytes),
     )
     results = {"other-workload": _other_workload(plan, baseline)}
+    if results["other-workload"]:
+        return results
     for name, before, after, show in figures:
         allowed = policy.tolerance.get(name, DEFAULT_TOLERANCE)
         text = (

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.figures import format_seconds
+from autopar.figures import format_degrees, format_seconds
 from autopar.ir.plan import Plan
+from autopar.ir.plan_json import decisions_digest
 from autopar.ir.tasks import awaited, collective_name
 
 _US = 1e6
@@ -37,15 +38,22 @@ class Exposed:
         return abs(self.measured_s - (self.predicted_s or 0.0))
 
 
+def plan_note(plan: Plan) -> dict[str, str]:
+    """Return what a profile notes of the plan it was measured on: `digest` of its decisions, and its `name`."""
+    work = plan.workload
+    name = f"{format_degrees(plan.decisions.degrees)} of {work.model}, batch {work.global_batch}"
+    return {"digest": decisions_digest(plan), "name": name}
+
+
 def compare(plan: Plan, folder: Path) -> list[Exposed]:
     """Return the plan's collectives, largest error first, and those measured that the plan does not know.
 
     Raises:
-        UsageError: there is nothing measured in the folder, or the plan has no timeline.
+        UsageError: there is nothing measured in the folder, it is of another plan, or the plan has no timeline.
     """
     if not plan.estimates.timeline:
         raise UsageError("the plan predicts no timeline to compare with; plan again, without --fix microbatch")
-    measured = _measured(folder)
+    measured = _measured(folder, plan_note(plan))
     kinds = {each.name: each.kind for each in plan.estimates.timeline if each.kind >= 0}
     by_kind: dict[int, float] = {}
     unknown: dict[str, float] = {}
@@ -96,7 +104,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     )
 
 
-def _measured(folder: Path) -> Mapping[str, float]:
+def _measured(folder: Path, note: Mapping[str, str]) -> Mapping[str, float]:
     """Return the exposed seconds of each collective in a step, the mean over ranks and steps."""
     files = sorted(folder.glob(PATTERN)) if folder.is_dir() else []
     if not files:
@@ -107,10 +115,21 @@ def _measured(folder: Path) -> Mapping[str, float]:
     found: dict[str, float] = {}
     for file in files:
         document = _read(file)
+        _require_same_plan(folder, document["autopar"].get("plan", {}), note)
         steps = document["autopar"]["steps"]
         for name, seconds in _exposed(document["traceEvents"]):
             found[name] = found.get(name, 0.0) + seconds / steps / len(files)
     return found
+
+
+def _require_same_plan(folder: Path, measured: Mapping[str, str], note: Mapping[str, str]) -> None:
+    if measured.get("digest") != note["digest"]:
+        of = measured.get("name", "does not say which")
+        same = ", by name: their layouts or schedules differ" if of == note["name"] else ""
+        raise UsageError(
+            f"{folder} was measured on another plan ({of}) than this one ({note['name']}{same}); compare it with the "
+            f"plan that was run, or measure this one with `autopar run PLAN --profile {folder} -- train.py`"
+        )
 
 
 def _read(file: Path) -> Any:

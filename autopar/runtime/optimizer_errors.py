@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.errors import UsageError
 from autopar.runtime.errors import SHOWN, first_line, some
@@ -32,6 +32,15 @@ def optimizer_state_groups(saved: Sequence[int], here: Sequence[int]) -> UsageEr
         f"the optimizer state has parameter groups of {', '.join(map(str, saved)) or 'no'} parameters, and the "
         f"optimizer, over all ranks, has {', '.join(map(str, here)) or 'no'}: make its groups as those of the "
         "optimizer that saved the state, on all ranks in one order (with stages, an empty group where a rank has none)"
+    )
+
+
+def optimizer_state_is_none(given: Mapping[str, object]) -> UsageError:
+    """Return the error for what is no optimizer's `state_dict()`, such as the empty one of all ranks but the first."""
+    has = f"has the keys {some([str(each) for each in given])}" if given else "is empty"
+    return UsageError(
+        f"the optimizer state {has}, and needs state and param_groups: full_optimizer_state_dict gives it to rank 0 "
+        "alone; save it there, and load the file on all ranks"
     )
 
 

@@ -20,6 +20,7 @@ from autopar.runtime.optimizer_errors import (
     optimizer_groups_unlike,
     optimizer_of_others,
     optimizer_state_groups,
+    optimizer_state_is_none,
     optimizer_state_names,
 )
 from autopar.runtime.own_states import refuse_part_of_other_rank
@@ -64,10 +65,12 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
     All ranks must call this with the whole state dict.
 
     Raises:
-        UsageError: the model is not compiled, or the state is of other parameter groups.
+        UsageError: the model is not compiled, or the state is none of an optimizer, or of other parameter groups.
     """
     runner = _runner(model)
     groups = _Groups.of(model, optimizer, runner)
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise optimizer_state_is_none(state_dict)
     saved = list(state_dict["param_groups"])
     sizes = [len(each["params"]) for each in saved]
     if sizes != [len(each) for each in groups.names]:

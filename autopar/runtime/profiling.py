@@ -51,6 +51,9 @@ class StepProfiler:
     folder: Path
     rank: int
     device: torch.device
+    plan: Mapping[str, str]
+    """What `report.exposed.plan_note` tells of the plan that is run."""
+
     streams: dict[str, str] = field(default_factory=dict)
     """Of a collective, by its plan name, the stream it runs on."""
 
@@ -93,10 +96,12 @@ class StepProfiler:
             for each in self._profile.events()
         ]
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"rank{self.rank}.json").write_text(document(found, self.rank, steps, self.streams))
+        (self.folder / f"rank{self.rank}.json").write_text(document(found, self.rank, steps, self.streams, self.plan))
 
 
-def document(found: Sequence[Recorded], rank: int, steps: int, streams: Mapping[str, str]) -> str:
+def document(
+    found: Sequence[Recorded], rank: int, steps: int, streams: Mapping[str, str], plan: Mapping[str, str]
+) -> str:
     """Return the trace of one rank's measured steps, in the form of `report.trace`."""
     own = [
         Recorded(each.name.removeprefix(RANGE), each.start_us, each.end_us)
@@ -118,7 +123,7 @@ def document(found: Sequence[Recorded], rank: int, steps: int, streams: Mapping[
         ),
     ]
     lines = ",\n".join(json.dumps(each) for each in [*names, *events])
-    about = json.dumps({"steps": steps, "rank": rank})
+    about = json.dumps({"steps": steps, "rank": rank, "plan": plan})
     return f'{{"displayTimeUnit": "ms", "autopar": {about}, "traceEvents": [\n{lines}\n]}}\n'
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, prod
+from math import gcd, isqrt, prod
 from typing import Literal
 
 Role = Literal["microbatch", "dp_replicate", "dp_shard", "cp", "ep", "tp", "free"]
@@ -73,7 +73,7 @@ def candidates(
     if sharded and rest > 1 and "dp_shard" not in {*known, *forbidden}:
         splits.append({"dp_shard": rest})
     if experts and not {"dp_shard", "ep"} & {*known, *forbidden}:
-        splits += [{"dp_shard": rest // size, "ep": size} for size in _divisors(rest) if size > 1 > experts % size]
+        splits += [{"dp_shard": rest // size, "ep": size} for size in divisors(rest) if size > 1 > experts % size]
     found = [_assemble(known, extra) for extra in splits]
     return [mesh for mesh in dict.fromkeys(found) if not sharded or any(axis.role in SHARDING for axis in mesh)]
 
@@ -92,7 +92,7 @@ def _splits(
     free_ok = "tp" not in out
     found: list[dict[Role, int]] = []
     largest = max(2 * per_node, _FREE_LIMIT)
-    inner = [size for size in _divisors(rest) if 1 < size < rest and size <= largest and splits_tensors(size)]
+    inner = [size for size in divisors(rest) if 1 < size < rest and size <= largest and splits_tensors(size)]
     data: Role | None = outer[0] if outer else None
     if data is None:
         return [{"tp": rest}] if free_ok else []
@@ -110,7 +110,7 @@ def _splits(
             if free_ok:
                 found += [
                     {"dp_replicate": nodes, "dp_shard": per_node // size, "free": size}
-                    for size in _divisors(per_node)
+                    for size in divisors(per_node)
                     if 1 < size < per_node and splits_tensors(size)
                 ]
     return found
@@ -133,7 +133,7 @@ def by_tokens(mesh: Candidate, batch: int, depth: int, splits_tokens: Callable[[
     ranks = data[0].size
     if batch % ranks == 0 and batch >= ranks * depth:
         return []
-    shared = _divisors(gcd(ranks, batch))
+    shared = divisors(gcd(ranks, batch))
     enough = [max((each for each in shared if batch >= each * times * depth), default=1) for times in (1, _SEVERAL)]
     found = []
     for parts in dict.fromkeys(enough if depth > 1 else enough[:1]):
@@ -162,5 +162,7 @@ def freer(ranks: Candidate) -> Iterator[Candidate]:
     )
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def divisors(number: int) -> list[int]:
+    """Return what divides a number, smallest first; by its root, since a batch may be any number."""
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    return [*small, *(number // each for each in reversed(small) if each * each < number)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, in_order
+from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, divisors, in_order
 
 Uniform = Literal["none", "casts", "cheap", "selective", "per_operator", "keep_attention", "full", "whole"]
 """One way of recomputing all blocks."""
@@ -69,7 +69,7 @@ def sizes_worth_trying(samples: int, depth: int) -> list[int]:
     Those that leave a pipeline busy for most of a step; the smallest one if none does.
     """
     found: list[int] = []
-    for size in (size for size in range(1, samples + 1) if samples % size == 0):
+    for size in divisors(samples):
         count = samples // size
         busy = (depth - 1) <= _LATEST_SHARE * (count + depth - 1)
         if (not found or size >= 2 * found[-1]) and (busy or not found):
@@ -85,7 +85,7 @@ def near_sizes(trial: Trial, batch: int) -> list[Trial]:
     if batch % trial.replicas or any(axis.role == "free" for axis in trial.ranks):
         return []
     samples, count, ranks = batch // trial.replicas, trial.microbatches, trial.ranks
-    near = [each for each in range(1, samples + 1) if samples % each == 0 and count <= 2 * each and each <= 2 * count]
+    near = [each for each in divisors(samples) if count <= 2 * each and each <= 2 * count]
     return [
         replace(trial, mesh=(MeshAxis("microbatch", each), *ranks) if each > 1 else ranks)
         for each in near

@@ -174,8 +174,8 @@ def as_rank(asked: dict[str, Any]) -> None:
                 left[plan].append(end - min(bulk, default=end))
     if dist.get_rank() == 0:
         seconds = {name: each.seconds for name, each in timers.items()}
-        worked_s = {name: statistics.median(each.worked_s) for name, each in timers.items()}
-        print(json.dumps({"seconds": seconds, "worked_s": worked_s, "left": left, "given": given}), flush=True)
+        worked = {name: statistics.median(each.worked_s) for name, each in timers.items()}
+        print(json.dumps({"seconds": seconds, "worked_s": worked, "left": left, "given": given}), flush=True)
     dist.barrier()
 
 

@@ -102,7 +102,10 @@ def pipeline(scenario: Scenario, _: argparse.Namespace) -> Program:
     return Program(stage, (), "sum", run=run)
 
 
-STRATEGIES = {**{each.__name__: each for each in (ddp, fsdp2, tp, pipeline, autopar)}, "flat": autopar}
+STRATEGIES: dict[str, Callable[[Any, argparse.Namespace], Program]] = {
+    **{each.__name__: each for each in (ddp, fsdp2, tp, pipeline, autopar)},
+    "flat": autopar,
+}
 
 
 def _mesh(axis: str) -> Any:

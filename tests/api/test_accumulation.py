@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,12 +14,6 @@ from autopar.errors import InfeasibleError
 from tests.rewrite.test_microbatches import models
 from tests.support.ranks import RankPool
 from tests.support.training import Trained, train
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def run(_rank: int, name: str, cluster: str, fix: dict[str, int], scale: float = 1.0) -> Trained:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +12,6 @@ from torch import nn
 import autopar
 from tests.support.ranks import RankPool
 from tests.support.training import whole
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
 
 MADE: dict[str, Callable[[nn.Linear], torch.Tensor]] = {
     "vector": lambda _: 0.5 + torch.rand(4),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import nn
 
@@ -61,12 +59,6 @@ def gradients(_rank: int, text: str) -> list[torch.Tensor]:
     compiled = autopar.compile(model, autopar.ClusterSpec.from_dict(made.cluster), example_inputs=inputs, plan=made)
     compiled(*inputs).backward()
     return [each.grad.full_tensor() for each in compiled.parameters()]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as made:
-        yield made
 
 
 def test_computing_again_gathers_each_matrix_once_in_a_phase():

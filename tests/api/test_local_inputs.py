@@ -48,12 +48,6 @@ def train_and_evaluate(rank: int, fix: dict[str, int]) -> tuple[int, int]:
     return index, count
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize(
     ("fix", "parts"),
     [({"dp_shard": 2}, [(0, 2), (1, 2)]), ({"dp_replicate": 2}, [(0, 2), (1, 2)]), ({"tp": 2}, [(0, 1), (0, 1)])],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,12 +34,6 @@ def planned(name: str, ranks: int, fix: dict[str, Any]) -> autopar.Plan:
 
 def on_rank(_rank: int, name: str, plan: str) -> int:
     return measured_bytes(name, from_json(plan))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as made:
-        yield made
 
 
 @pytest.mark.parametrize(("name", "fix"), [("mlp", {}), ("gpt2", {}), ("mlp", {"microbatch": 16})])

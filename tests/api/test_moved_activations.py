@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +116,6 @@ def test_fewer_bytes_than_the_parameters_have_travel_for_a_small_batch(fix: dict
     assert {each.op for each in plan.decisions.collectives} >= {"all_gather"}
     assert moved < held  # a third or less of what gathering and scattering them takes
     assert all(plan.decisions.degrees[key] == degree for key, degree in fix.items() if key != "zero")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def trained(rank: int, fix: dict[str, Any]) -> Trained:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,18 +24,6 @@ from tests.rewrite.test_microbatches import models
 from tests.support.ranks import RankPool
 from tests.support.remembering import remembered
 from tests.support.training import Trained, call, loss_of, train, whole
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 class Layers(nn.Module):

@@ -35,6 +35,11 @@ def test_a_length_that_no_input_has_is_refused(functions: Path):
         api.plan_reference(f"{functions}:fixed", "cpu:2", PlanOptions.parse(seq="4"), Silent())
 
 
+def test_a_length_for_a_model_that_reads_no_sequences_is_refused():
+    with pytest.raises(UsageError, match="seq=128 was asked for, and zoo:mlp reads no sequences; leave seq out"):
+        api.plan_reference("zoo:mlp", "cpu:2", PlanOptions.parse(batch="4", seq="128"), Silent())
+
+
 def test_a_model_without_inputs_is_refused(functions: Path):
     with pytest.raises(UsageError, match=r"alone gives a model without example inputs; name a function that returns"):
         api.plan_reference(f"{functions}:alone", "cpu:2", PlanOptions.parse(), Silent())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,7 +97,7 @@ def test_what_is_emitted_is_what_the_plan_says(cluster: Path, fix: dict[str, obj
 
 @pytest.mark.parametrize("fix", [{"dp_replicate": 4}, {"dp_shard": 4, "zero": 1}, {"dp_shard": 4, "zero": 3}], ids=str)
 def test_programs_of_microbatches_have_collectives_in_two_levels_too(
-    pool: RankPool, cluster: Path, fix: dict[str, object]
+    four: RankPool, cluster: Path, fix: dict[str, object]
 ):
     model, x = Mlp(1024), torch.randn(512, 1024)
     captured = remembered(model, (x, x))
@@ -112,19 +111,13 @@ def test_programs_of_microbatches_have_collectives_in_two_levels_too(
     priced = {(c.op, c.axis, c.bytes, c.inner) for c in plan.decisions.collectives}
     assert {(each.op, each.axis, each.bytes, each.inner) for each in found} <= priced
     assert any(each.inner == 2 for each in found)
-    for done in pool.values(train_mlp, str(cluster), fix):
+    for done in four.values(train_mlp, str(cluster), fix):
         assert done.worst_gradient < 1e-4
 
 
 def train_mlp(_rank: int, cluster: str, fix: dict[str, object]) -> Trained:
     torch.manual_seed(0)
     return train(Mlp(1024), (torch.randn(512, 1024), torch.randn(512, 1024)), cluster, fix)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 @given(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,18 +20,6 @@ from tests.support.training import Trained, train
 
 WIDTH = 64
 Groups = list[tuple[str, int]]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def cluster(groups: Groups, per_node: int = 1, **memory: str) -> ClusterSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,12 +114,6 @@ def told(_rank: int, plan: Plan, folder: Path) -> list[Check]:
 def told_example() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     return Told(), (torch.randn(8, 32), torch.randn(8, 32))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def example(dropout: float = 0.0) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:

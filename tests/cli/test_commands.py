@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -174,6 +175,10 @@ WRONG = [
     (["run", "plan.json", "--nnodes", "3", "--", "train.py"], "8 ranks cannot be shared evenly by --nnodes 3 machines"),
     (["run", "plan.json", "--nnodes", "2", "--", "train.py"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
     (["run", "plan.json", "--node-rank", "1", "--", "train.py"], "--node-rank 1 is no machine of --nnodes 1"),
+    (["run", "plan.json", "--nnodes", "2", "--rdzv-endpoint", "here", "--", "train.py"], "here: must be HOST:PORT"),
+    (["run", "plan.json", "--nnodes", "2", "--rdzv-endpoint", "a:70000", "--", "train.py"], "a port of 1 to 65535"),
+    (["run", "plan.json", "--rdzv-endpoint", "here:29500", "--", "train.py"], "say with --nnodes N how many, or leave"),
+    (["run", "plan.json", "train.py", "--steps", "2"], "flags of the script go behind --: autopar run PLAN -- SCRIPT"),
 ]  # fmt: skip
 
 
@@ -349,7 +354,16 @@ def test_run_launches_the_plans_ranks(saved: Path, small_plan: Plan):
 
     assert one[1:] == ["-m", "autopar.cli.torchrun", "--nproc-per-node=8", "--standalone", "train.py", "--steps", "2"]
     assert "--nproc-per-node=4" in two
-    assert two[-5:] == ["--node-rank=1", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29500", "-m", "train"]
+    assert two[-5:] == ["--node-rank=1", "--rdzv-backend=static", "--rdzv-endpoint=host:29500", "-m", "train"]
+
+
+def test_a_port_that_is_taken_is_told_before_ranks_start(saved: Path, capsys: Out):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        status = main(["run", "plan.json", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}", "--", "train.py"])
+
+    assert status == 2
+    assert f"this machine cannot listen at port {port} (Address already in use)" in capsys.readouterr().err
 
 
 def test_run_names_the_plan_to_its_processes_and_keeps_the_users_threads(saved: Path, small_plan: Plan):
@@ -370,11 +384,27 @@ def test_run_hands_over_the_plan_and_returns_the_status_of_the_script(
     # torchrun itself is slow and tested by torch: a stand-in that drops its flags and runs the script once
     stand_in = [sys.executable]
     monkeypatch.setattr("autopar.cli.run.TORCHRUN", stand_in)
-    monkeypatch.setattr("autopar.cli.run._rank_flags", lambda *_: [])
+    monkeypatch.setattr("autopar.cli.run.rank_flags", lambda *_: [])
 
     assert main(["run", "plan.json", "--", "train.py", "--steps", "0"]) == 0
     assert capfd.readouterr().out == f"{saved / 'plan.json'} ['--steps', '0']\n"
     assert main(["run", "plan.json", "--", "train.py", "--steps", "3"]) == 3
+
+
+def test_a_profiled_run_keeps_torchs_profiler_quiet_unless_the_user_says_otherwise(
+    saved: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    Path("train.py").write_text("import os; print(os.environ.get('KINETO_LOG_LEVEL'))")
+    monkeypatch.setattr("autopar.cli.run.TORCHRUN", [sys.executable])
+    monkeypatch.setattr("autopar.cli.run.rank_flags", lambda *_: [])
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+
+    for profiled in ([], ["--profile", "measured"]):
+        assert main(["run", "plan.json", *profiled, "--", "train.py"]) == 0
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
+    assert main(["run", "plan.json", "--profile", "measured", "--", "train.py"]) == 0
+
+    assert capfd.readouterr().out.split() == ["None", "6", "1"]
 
 
 def test_ending_run_ends_what_it_launched(saved: Path):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from autopar.cli.launching import TORCHRUN, wait_for
+from autopar.cli.run import rank_flags
 from autopar.cli.torchrun import cannot_meet, verdict
 from autopar.errors import AutoparError, StalePlanError
 from autopar.runtime.errors import message_lost
@@ -138,3 +141,18 @@ def test_torchrun_ends_with_the_status_of_a_rank(tmp_path: Path, capfd: pytest.C
     assert status == 7
     assert "rank 1 (process " in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_machines_have_the_ranks_of_their_node_rank_whichever_comes_first(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("import os; print(os.environ['GROUP_RANK'], os.environ['RANK'])\n")
+    with socket.create_server(("", 0)) as free:
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    both = [[*TORCHRUN, *rank_flags(1, 2, node, endpoint), str(script)] for node in (1, 0)]
+    started = []
+    for command in both:
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        time.sleep(3)
+
+    assert [each.communicate(timeout=60)[0] for each in started] == ["1 1\n", "0 0\n"]

@@ -262,6 +262,20 @@ def test_a_calibration_of_another_format_is_refused(folder: Path, changes: dict[
     assert "autopar calibrate" in str(caught.value)
 
 
+@pytest.mark.parametrize("wrong", [0, 1.5, math.nan])
+def test_a_level_with_an_impossible_efficiency_is_refused_by_its_place(folder: Path, wrong: float):
+    write(folder, calibration_of(ClusterSpec.from_dict(CLUSTER)))
+    file = folder / "calibration.json"
+    document = json.loads(file.read_text())
+    document["levels"][0]["efficiency"] = wrong
+    file.write_text(json.dumps(document))
+
+    with pytest.raises(
+        ClusterError, match=rf"levels\[0\].efficiency: must be more than 0 and at most 1, but is {wrong}"
+    ):
+        ClusterSpec.from_file(folder / "cluster.yaml")
+
+
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
     (tmp_path / "calibration.json").write_text("{")
 

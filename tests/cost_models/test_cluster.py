@@ -220,6 +220,7 @@ BAD_FILES = [
         "matmul_efficiency.bf16: must be more than 0 and at most 1, but is 1.5",
     ),
     ("devices/a100/attention_half", -3, "devices.a100.attention_half: must be a number of keys, 0 where any number is"),
+    ("devices/a100/transcendentals_per_second", -1, "transcendentals_per_second: must be a number a second, 0 where"),
     ("devices/a100/attention_block", 0, "devices.a100.attention_block: must be at least 1, but is 0"),
     ("network/0/oversubscription", 0.5, "network[0].oversubscription: must be at least 1, but is 0.5"),
     ("network/0/oversubscription", float("nan"), "network[0].oversubscription: must be finite, but is nan"),

@@ -20,7 +20,7 @@ from cost_models.compute import (
 )
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
-from cost_models.memory import DtypeOf, allocated_bytes, optimizer_state_bytes, optimizer_traffic_bytes, usable_bytes
+from cost_models.memory import DtypeOf, allocated_bytes, optimizer_state_bytes, optimizer_traffic_bytes
 from cost_models.overlap import ACCESSES, exposed_s, overlap_efficiency
 from cost_models.stack import stack_of
 from cost_models.topology import Hop
@@ -217,12 +217,6 @@ def test_a_product_that_adds_to_the_sum_itself_only_reads_it():
 def test_allocations_are_rounded_up():
     assert allocated_bytes(np.array([0, 1, 512, 513])).tolist() == [0, 512, 512, 1024]
     assert float(allocated_bytes(1, "cpu")) == 64
-
-
-def test_context_and_margin_are_taken_from_capacity():
-    spec = catalogued_device("a100-sxm-80gb")
-    assert usable_bytes(spec) == (81920 - 1573) * 2**20
-    assert usable_bytes(spec, margin=0.1) == int((81920 - 1573) * 2**20 * 0.9)
 
 
 def test_exposed_communication_is_what_computation_does_not_hide():

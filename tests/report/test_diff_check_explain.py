@@ -81,7 +81,11 @@ def test_regressions_are_found_with_their_figures(small_plan: Plan, slower_plan:
 
 def test_a_baseline_of_other_work_is_told(small_plan: Plan):
     workload = small_plan.workload
-    other = replace(small_plan, workload=replace(workload, global_batch=3 * workload.global_batch, tokens_per_step=96))
+    other = replace(
+        small_plan,
+        workload=replace(workload, global_batch=3 * workload.global_batch, tokens_per_step=96),
+        estimates=replace(small_plan.estimates, communication_bytes=10 * small_plan.estimates.communication_bytes),
+    )
 
     assert _texts(other, baseline=small_plan) == {
         "other-workload": f"the baseline is for other work (global batch {workload.global_batch} -> "

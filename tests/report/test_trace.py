@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan, Span
-from autopar.report.exposed import compare, comparison
+from autopar.report.exposed import compare, comparison, plan_note
 from autopar.report.trace import plan_trace
 from autopar.runtime.profiling import Recorded, document
 
@@ -30,7 +30,7 @@ def timed_plan(small_plan: Plan) -> Plan:
     return replace(small_plan, decisions=decisions, estimates=replace(small_plan.estimates, timeline=timeline))
 
 
-def measured() -> str:
+def measured(plan: Plan) -> str:
     """Return two measured steps, in which the gather is exposed for 3 us of issue and 7 us of waiting each."""
     seen = []
     for at in (100.0, 200.0):
@@ -41,7 +41,7 @@ def measured() -> str:
             Recorded("aten::mm", at + 4, at + 19),
             Recorded(f"autopar: wait {GATHER}", at + 20, at + 27),
         ]
-    return document(seen, rank=1, steps=2, streams={GATHER: "dp_shard"})
+    return document(seen, rank=1, steps=2, streams={GATHER: "dp_shard"}, plan=plan_note(plan))
 
 
 def spans(text: str) -> dict[tuple[str, str], tuple[float, float]]:
@@ -56,7 +56,7 @@ def spans(text: str) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def test_the_predicted_and_the_measured_trace_name_tracks_and_collectives_alike(timed_plan: Plan):
-    predicted, seen = spans(plan_trace(timed_plan)), spans(measured())
+    predicted, seen = spans(plan_trace(timed_plan)), spans(measured(timed_plan))
 
     assert set(predicted) <= set(seen)
     assert predicted["dp_shard", GATHER] == (0.0, 10.0)
@@ -65,7 +65,7 @@ def test_the_predicted_and_the_measured_trace_name_tracks_and_collectives_alike(
 
 
 def test_exposed_seconds_are_compared_a_step_largest_error_first(timed_plan: Plan, tmp_path: Path):
-    (tmp_path / "rank1.json").write_text(measured())
+    (tmp_path / "rank1.json").write_text(measured(timed_plan))
 
     found = compare(timed_plan, tmp_path)
 
@@ -76,10 +76,23 @@ def test_exposed_seconds_are_compared_a_step_largest_error_first(timed_plan: Pla
 
 
 def test_a_measured_collective_that_the_plan_does_not_know_is_shown_as_such(timed_plan: Plan, tmp_path: Path):
-    (tmp_path / "rank0.json").write_text(measured().replace("up.weight", "down.weight"))
+    (tmp_path / "rank0.json").write_text(measured(timed_plan).replace("up.weight", "down.weight"))
 
     assert "all_gather down.weight @dp_shard forward" in comparison(timed_plan, tmp_path)
     assert "not in the plan" in comparison(timed_plan, tmp_path)
+
+
+def test_a_profile_of_another_plan_is_refused_and_other_predictions_of_one_are_compared(
+    timed_plan: Plan, slower_plan: Plan, tmp_path: Path
+):
+    (tmp_path / "rank0.json").write_text(measured(timed_plan))
+    estimates = replace(timed_plan.estimates, peak_memory_bytes=1)
+
+    assert compare(replace(timed_plan, estimates=estimates), tmp_path) == compare(timed_plan, tmp_path)
+    with pytest.raises(
+        UsageError, match=r"was measured on another plan \(dp_shard=2 x tp=4 of .*measure this one with"
+    ):
+        comparison(replace(slower_plan, estimates=timed_plan.estimates), tmp_path)
 
 
 def test_what_cannot_be_drawn_or_compared_says_why(small_plan: Plan, timed_plan: Plan, tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ from tests.support.ranks import RankPool
 
 STAGES = {"pp": 2, "microbatch": 4}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class Model(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ SPLITS = [({"dp_shard": 2}, 6), ({"dp_shard": 2}, 5), ({"tp": 2}, 6)]
 """With the width of the model; ranks hold parts of unlike sizes of one that they do not divide."""
 
 STAGES = ({"pp": 2, "microbatch": 2}, 6)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class Tied(nn.Module):
@@ -177,6 +170,8 @@ def wrong_optimizer_state(_rank: int, fix: dict[str, Any], wrong: str) -> None:
         state["param_groups"][0]["param_names"][0] = "layers.9.bias"
     if wrong == "groups" and _rank == 1:
         optimizer = _optimizer(mine, "one")
+    if wrong == "empty":
+        state = {}
     if wrong == "model":
         optimizer = _optimizer(model, "one")
     autopar.load_optimizer_state_dict(mine, optimizer, state)
@@ -186,6 +181,7 @@ WRONG = {
     "groups": "the optimizer has 2, 1 parameter groups on ranks 0, 1",
     "size": "groups of 3, 5 parameters, and the optimizer, over all ranks, has 4, 5",
     "name": "group 0 of the optimizer state has other parameters .* layers.0.bias, layers.9.bias are in one of them",
+    "empty": "the optimizer state is empty, and needs state and param_groups: .* load the file on all ranks",
     "model": "AdamW has 9 parameters that are not the compiled model's",
 }
 

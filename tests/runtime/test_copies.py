@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ from tests.support.models import Layers
 from tests.support.ranks import RankPool
 
 FIXES = [{"dp_shard": 2}, {"pp": 2, "microbatch": 2}]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class Saves(Layers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ TWO_AXES = {"dp_shard": 2, "tp": 2, "zero": 3}
 STAGES_TP = {"pp": 2, "tp": 2, "microbatch": 2}
 STAGES_DP = {"pp": 2, "dp_shard": 2, "zero": 3, "microbatch": 2}
 FIXES = [TWO_AXES, STAGES_TP, STAGES_DP]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 class Tagger(nn.Module):
@@ -78,8 +71,8 @@ def outputs(_rank: int, fix: dict[str, Any], grad: bool) -> tuple[bool, float]:
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("fix", FIXES, ids=str)
-def test_whole_outputs_are_those_of_one_device_on_every_rank(pool: RankPool, fix: dict[str, Any], grad: bool):
-    for plain, apart in pool.values(outputs, fix, grad):
+def test_whole_outputs_are_those_of_one_device_on_every_rank(four: RankPool, fix: dict[str, Any], grad: bool):
+    for plain, apart in four.values(outputs, fix, grad):
         assert plain
         assert apart < 1e-5
 
@@ -97,8 +90,8 @@ def states(_rank: int, fix: dict[str, Any]) -> tuple[dict[str, torch.Tensor], di
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=str)
-def test_the_full_state_is_the_single_devices_on_rank_0_and_loads_on_all(pool: RankPool, fix: dict[str, Any]):
-    (wanted, got, _), *others = told = pool.values(states, fix)
+def test_the_full_state_is_the_single_devices_on_rank_0_and_loads_on_all(four: RankPool, fix: dict[str, Any]):
+    (wanted, got, _), *others = told = four.values(states, fix)
 
     assert list(got) == list(wanted)
     for name, each in wanted.items():
@@ -121,8 +114,8 @@ def copies(_rank: int, fix: dict[str, Any]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=str)
-def test_a_copy_trains_by_itself(pool: RankPool, fix: dict[str, Any]):
-    for apart, of_copy in pool.values(copies, fix):
+def test_a_copy_trains_by_itself(four: RankPool, fix: dict[str, Any]):
+    for apart, of_copy in four.values(copies, fix):
         assert apart < 1e-5
         assert of_copy < 1e-5
 
@@ -152,8 +145,8 @@ def overflowing(rank: int, fix: dict[str, Any]) -> tuple[bool, float]:
 
 
 @pytest.mark.parametrize("fix", [STAGES_TP, STAGES_DP], ids=str)
-def test_a_part_of_one_rank_that_overflows_skips_the_step_on_all(pool: RankPool, fix: dict[str, Any]):
-    assert pool.values(overflowing, fix) == [(False, 2.0)] * 4
+def test_a_part_of_one_rank_that_overflows_skips_the_step_on_all(four: RankPool, fix: dict[str, Any]):
+    assert four.values(overflowing, fix) == [(False, 2.0)] * 4
 
 
 def scaled(_rank: int, fix: dict[str, Any]) -> list[tuple[bool, float]]:
@@ -175,5 +168,5 @@ def scaled(_rank: int, fix: dict[str, Any]) -> list[tuple[bool, float]]:
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=str)
-def test_a_scaled_step_that_overflows_is_skipped_on_all_ranks(pool: RankPool, fix: dict[str, Any]):
-    assert pool.values(scaled, fix) == [[(True, 8.0), (False, 4.0), (True, 4.0)]] * 4
+def test_a_scaled_step_that_overflows_is_skipped_on_all_ranks(four: RankPool, fix: dict[str, Any]):
+    assert four.values(scaled, fix) == [[(True, 8.0), (False, 4.0), (True, 4.0)]] * 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,12 +13,6 @@ import autopar
 from tests.support.fused import Attention, Bags, Blocks, Gated, Merged
 from tests.support.ranks import RankPool
 from tests.support.training import whole
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def train(_rank: int, make: Callable[[], nn.Module], inputs: Tensor, fix: dict[str, int]) -> None:

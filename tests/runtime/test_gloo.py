@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -70,12 +69,6 @@ def exchanged(rank: int) -> list[float]:
         torch.arange(float(sum(sent))) + 10 * rank
     )
     return got.tolist()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "means" not in name])

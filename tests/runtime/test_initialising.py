@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from autopar.runtime.whole import whole
 from tests.support.ranks import RankPool
 
 FIXES = [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2, "microbatch": 2}]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class Blocks(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,18 +15,6 @@ from autopar.errors import UsageError
 from tests.runtime.test_clipping import backward
 from tests.support.ranks import RankPool
 from tests.support.training import whole
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def sums(_rank: int, fix: dict[str, Any]) -> list[tuple[float, float]]:

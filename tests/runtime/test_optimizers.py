@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +19,6 @@ DATA = {"dp_replicate": 2}
 ZERO = {"dp_shard": 2, "zero": 3}
 TENSOR = {"tp": 2}
 STAGES = {"pp": 2, "microbatch": 4}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class Blocks(nn.Module):

@@ -6,7 +6,6 @@ import copy
 import io
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from tests.support.models import Layers
 from tests.support.ranks import RankPool
 
 FIXES = [{"dp_shard": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "microbatch": 2}]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def _trained(fix: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -29,12 +29,6 @@ from tests.support.ranks import RankPool
 
 FOUR = ((0,), (1,), (2,), (3,))
 TWO = ((0, 1), (2, 3))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,12 +16,6 @@ from tests.support.models import cases
 from tests.support.ranks import RankPool
 
 PAIR = mesh_of(dp_shard=2)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def sharded(captured: Captured) -> Decisions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +15,6 @@ from tests.support.ranks import RankPool
 from tests.support.training import whole
 
 Weight = Callable[[torch.Tensor], Any]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class Weighted(nn.Module):

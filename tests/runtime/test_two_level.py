@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -31,12 +30,6 @@ from tests.support.models import cases
 from tests.support.ranks import RankPool
 
 LINE = mesh_of(dp_replicate=4)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 CALLS = {
@@ -92,8 +85,8 @@ def both_ways(rank: int, name: str, chunks: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [*((name, 1) for name in CALLS), *((name, 3) for name in list(CALLS)[:3])])
-def test_a_collective_in_two_levels_gives_what_the_flat_one_gives(pool: RankPool, name: str, chunks: int):
-    for off in pool.values(both_ways, name, chunks):
+def test_a_collective_in_two_levels_gives_what_the_flat_one_gives(four: RankPool, name: str, chunks: int):
+    for off in four.values(both_ways, name, chunks):
         assert max(off) <= 1e-14
 
 
@@ -117,8 +110,8 @@ def by_library(rank: int) -> list[float]:
     return [float((a - b).abs().max()) for a, b in pairs]
 
 
-def test_the_chains_of_devices_with_streams_give_what_flat_collectives_give(pool: RankPool):
-    for off in pool.values(by_library):
+def test_the_chains_of_devices_with_streams_give_what_flat_collectives_give(four: RankPool):
+    for off in four.values(by_library):
         assert max(off) <= 1e-14
 
 
@@ -159,8 +152,8 @@ def gradients(rank: int, name: str, levels: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_gradients_are_those_of_flat_collectives_within_rounding(pool: RankPool, name: str):
-    flat, levels = pool.values(gradients, name, False), pool.values(gradients, name, True)
+def test_gradients_are_those_of_flat_collectives_within_rounding(four: RankPool, name: str):
+    flat, levels = four.values(gradients, name, False), four.values(gradients, name, True)
     for wanted, found in zip(flat, levels, strict=True):
         torch.testing.assert_close(found, wanted)
     if name == "replicated":

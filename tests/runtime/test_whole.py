@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,12 +19,6 @@ from tests.support.ranks import RankPool
 
 SPLITS = [{"dp_shard": 2}, {"tp": 2}]
 STAGES = {"pp": 2, "microbatch": 2}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class Classifier(nn.Module):

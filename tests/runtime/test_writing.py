@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,12 +40,6 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "scatter_": lambda w: w.scatter_(1, ROWS[:, None] % 4, 7.0),
     "scatter_add_": lambda w: w.scatter_add_(0, torch.tensor([[5, 2, 0, 1]]), ONES),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def written(_rank: int, fix: dict[str, Any]) -> dict[str, float]:

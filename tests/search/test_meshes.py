@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.search.meshes import MeshAxis, by_tokens, candidates, freer
+from autopar.search.meshes import MeshAxis, by_tokens, candidates, divisors, freer
 from autopar.search.trials import in_time
 
 
@@ -112,3 +112,12 @@ def test_each_mesh_has_ranks_to_shard_over_where_that_is_wished(devices: int, fi
 
     assert bool(found) == (devices > 2 or not {"tp", "dp_replicate"} & set(fixed))
     assert all({axis.role for axis in mesh} & {"dp_shard", "cp", "ep"} for mesh in found)
+
+
+@given(st.integers(1, 5000))
+def test_divisors_are_all_that_divide_a_number_smallest_first(number: int):
+    assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
+
+
+def test_a_batch_of_any_size_has_its_divisors_in_no_time():
+    assert len(divisors(10**14)) == 15**2

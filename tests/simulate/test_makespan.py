@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.simulate.generators import names
 from cost_models.errors import CostModelError
-from cost_models.pipeline import IN_FLIGHT, MAKESPANS, bubble_fraction, in_flight, makespan_s, uneven_makespan_s
+from cost_models.pipeline import IN_FLIGHT, MAKESPANS, bubble_fraction, in_flight, makespan_s
 from tests.simulate.pipelines import UNIT_BYTES, interleaves, run
 
 RANKS = st.integers(1, 8)
@@ -130,19 +130,6 @@ def test_bubble_fraction_is_the_simulated_one(ranks: int, microbatches: int, f: 
 
 def test_every_named_schedule_has_its_formulas():
     assert tuple(MAKESPANS) == tuple(IN_FLIGHT) == names()
-
-
-@given(ranks=RANKS, microbatches=MICROBATCHES, f=SECONDS, b=SECONDS)
-def test_the_estimate_for_uneven_stages_is_that_of_1f1b_where_they_are_equal(
-    ranks: int, microbatches: int, f: float, b: float
-):
-    estimate = uneven_makespan_s([f + b] * ranks, microbatches)
-
-    assert float(estimate) == pytest.approx(closed_form("1f1b", ranks, microbatches, 1, f, b, 0.0), rel=1e-9)
-
-
-def test_uneven_estimates_come_for_many_cuts_at_once():
-    assert uneven_makespan_s([[1.0, 3.0], [2.0, 2.0]], 5).tolist() == [16.0, 12.0]
 
 
 def test_a_schedule_without_closed_form_is_told():
