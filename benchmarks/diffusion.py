@@ -32,7 +32,8 @@ class Modulated(nn.Module):
         q, k, v = self.qkv(h_btd).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed_btd = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x_btd = x_btd + gate * self.out(mixed_btd)
-        return x_btd + gate2 * self.mlp(self.norms[1](x_btd) * (1 + scale2) + shift2)
+        made_btd: Tensor = x_btd + gate2 * self.mlp(self.norms[1](x_btd) * (1 + scale2) + shift2)
+        return made_btd
 
 
 class Denoiser(nn.Module):

@@ -42,7 +42,7 @@ _SIX_V100 = _cluster("4 nodes of 6 V100", (4, _node("v100-32gb", 6, 200, 3, "nvl
 _SIX_A100 = _cluster("3 nodes of 6 A100 on 100 Gbit/s", (3, _node("a100-sxm-80gb", 6, 100, 5, "nvlink3")))
 _TRIPLES = _cluster("4 nodes of 3 A100 on 10 Gbit/s", (4, _node("a100-sxm-80gb", 3, 10, 30, "nvlink3")))
 _TWO_A100 = _cluster("2x8 A100 on 100 Gbit/s", (2, _hgx(100, 10)))
-_MANY = {"tp": 8, "pps": (4, 8)}
+_MANY: dict[str, Any] = {"tp": 8, "pps": (4, 8)}
 
 
 @dataclass(frozen=True)
