@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Op
-from autopar.ir.placement import Layout, Shard, local_outer, local_runs, local_shape, padding
+from autopar.ir.placement import Layout, Shard, goes_to_experts, is_own, local_outer, local_runs, local_shape, padding
 from autopar.ir.reshard import Step
 from autopar.ir.roles import order_of
 
@@ -49,6 +49,11 @@ def packing(step: Step, shape: Sequence[int], sizes: Sequence[int], order: Order
     sizes, shape = tuple(sizes), tuple(shape)
     before, after = local_shape(shape, step.before, sizes), local_shape(shape, step.after, sizes)
     moved = step.message_numel(shape, sizes)
+    have, want = step.before[step.axis], step.after[step.axis]
+    if is_own(have):
+        # Rows that came are sorted by expert, those that go back by the rank they came from.
+        rows = moved if isinstance(have, Shard) else 0
+        return Packing(0, rows) if goes_to_experts(have, want) else Packing(rows)
     places = [place for place, length in zip(order, before, strict=False) if length > 1]
     lies_across = places != sorted(places)
     if step.kind == "all_gather":

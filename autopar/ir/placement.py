@@ -14,9 +14,11 @@ A dimension that merges `[batch, sequence]` and is split along the sequence is
 
 Tokens that each rank sorts by expert by itself are no part of what one device has, sorted: `Shard(0, own)` says that a
 rank holds its own rows in an order of its own, `Partial(own)` that it counts these, `Shard(0, first)` that every rank
-holds the first block, places from 0. Where experts are split, `Partial(expert)` says that of each token that rank has
-what is right whose expert takes it, others anything. Nothing leads from or to own or an expert's: who reads it takes
-it as it is.
+holds the first block, places from 0. Where experts are split, `Shard(0, expert)` says that each rank has the rows that
+its experts take, as many as these are (a static shape counts as if all took equally many), and of where rows end a
+table of all ranks' (`ir.reshard`). `Partial(expert)` says that of each token that rank has what is right whose expert
+takes it, others anything. Rows go from own to an expert's order and back; nothing else leads from or to these: who
+reads them takes them as they are.
 
 Splits are even, but for what a program starts from and ends with: of a parameter
 at rest and of its gradient, the innermost shard of a dimension may be *padded*.
@@ -31,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Rows = Literal["", "own", "first"]
+Rows = Literal["", "own", "first", "expert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class Shard:
     dim: int
     outer: int = 1
     rows: Rows = ""
-    """`own`: rank `i` has the rows of its block in another order, its own; `first`: every rank has block 0."""
+    """`own`: rank `i` has the rows of its block in another order, its own; `first`: every rank has block 0; `expert`:
+    rank `i` has those that the experts of block `i` take."""
 
     def __str__(self) -> str:
         outer = "" if self.outer == 1 else f", outer={self.outer}"
@@ -71,8 +74,8 @@ Placement = Replicate | Shard | Partial
 Layout = tuple[Placement, ...]
 """One placement a mesh axis, in mesh order."""
 
-_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)(?:,\s*outer=(\d+))?(?:,\s*(own|first))?\)|S(\d+)")
-_ROWS: dict[str | None, Rows] = {None: "", "own": "own", "first": "first"}
+_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?(\d+)(?:,\s*outer=(\d+))?(?:,\s*(own|first|expert))?\)|S(\d+)")
+_ROWS: dict[str | None, Rows] = {None: "", "own": "own", "first": "first", "expert": "expert"}
 _PARTIAL = re.compile(r"P(?:artial)?\((\w*)\)|P")
 
 
@@ -111,12 +114,17 @@ def short(placement: Placement | None) -> str:
 def is_valid(shape: Sequence[int], layout: Layout, sizes: Sequence[int], *, padded: bool = False) -> bool:
     """Return whether every shard divides its dimension evenly and no two split the same digit.
 
-    With `padded`, the innermost of a dimension need not divide it, where each rank could have an element.
+    Rows on their experts' ranks are split by no other axis but where each rank has its own: how many there are is not
+    known. With `padded`, the innermost of a dimension need not divide it, where each rank could have an element.
     """
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for placement, size in zip(layout, sizes, strict=True):
         if isinstance(placement, Shard):
             by_dim.setdefault(placement.dim, []).append((placement.outer, size))
+            if placement.rows == "expert" and any(
+                isinstance(each, Shard) and each.dim == placement.dim and each.rows in {"", "first"} for each in layout
+            ):
+                return False
     for dim, digits in by_dim.items():
         if dim >= len(shape):
             return False
@@ -195,8 +203,15 @@ def nest(layout: Layout, sizes: Sequence[int]) -> Layout:
 def is_own(placement: Placement | None) -> bool:
     """Return whether a rank holds what only means something beside its own other rows, and stays where it is."""
     if isinstance(placement, Shard):
-        return placement.rows == "own"
+        return placement.rows in {"own", "expert"}
     return isinstance(placement, Partial) and placement.reduce in {"own", "expert"}
+
+
+def goes_to_experts(before: Placement, after: Placement) -> bool:
+    """Return whether rows, or where they end, are brought from each rank's own order to their experts' ranks."""
+    if not isinstance(after, Shard) or after.dim or after.rows != "expert":
+        return False
+    return before == Partial("own") or before == replace(after, rows="own")
 
 
 def is_at_rest(layout: Layout, sizes: Sequence[int]) -> bool:

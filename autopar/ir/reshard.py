@@ -9,6 +9,9 @@ step works on one mesh axis, so any route is a sequence of five kinds:
     all_to_all      Shard     -> Shard     of another dimension or digit
     all_reduce      Partial   -> Replicate
     all_gather      Shard     -> Replicate
+
+Rows that ranks have in an order of their own go to the ranks of their experts by an all_to_all of unequal blocks, and
+back by another. How many go where, each rank tells all others first: an all_gather of where its rows end.
 """
 
 from __future__ import annotations
@@ -19,7 +22,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_own, is_valid, local_shape, padding
+from autopar.ir.placement import (
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    goes_to_experts,
+    is_own,
+    is_valid,
+    local_shape,
+    padding,
+)
 
 StepKind = Literal["slice", "mask", "reduce_scatter", "all_to_all", "all_reduce", "all_gather"]
 
@@ -73,6 +87,8 @@ def _kind(before: Placement, after: Placement) -> StepKind:
     if not _leads(before, after):
         raise NoRouteError(f"nothing leads from {before} to {after}")
     match before, after:
+        case Partial("own"), Shard():
+            return "all_gather"
         case Replicate(), Shard():
             return "slice"
         case Replicate(), Partial("sum"):
@@ -119,7 +135,7 @@ def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, 
         reached = (*now[:axis], want, *now[axis + 1 :])
         uneven = isinstance(have, Shard) and any(padding(shape, each, axis, sizes) for each in (now, reached))
         kind = _kind_through_replicate(have, want, sizes[axis], uneven=uneven)
-        if kind == "all_gather":
+        if kind == "all_gather" and isinstance(have, Shard):
             reached = (*now[:axis], Replicate(), *now[axis + 1 :])
         if is_valid(shape, reached, sizes, padded=True):
             found.append((_ORDER.index(kind), axis, Step(kind, axis, now, reached)))
@@ -139,6 +155,7 @@ def _kind_through_replicate(have: Placement, want: Placement, size: int, *, unev
     """
     if (
         isinstance(have, Shard)
+        and not is_own(have)
         and _leads(have, want)
         and (isinstance(want, Partial) or uneven or _overlap(have, want, size))
     ):
@@ -167,6 +184,11 @@ def is_reachable(before: Layout, after: Layout) -> bool:
 
 
 def _leads(have: Placement, want: Placement) -> bool:
-    """Return whether ranks may bring rows from one placement to another: own rows stay, first ones are cut of all."""
+    """Return whether ranks may bring rows from one placement to another: first ones are cut of all.
+
+    Own rows go to their experts and back, and nowhere else.
+    """
+    if goes_to_experts(have, want) or (isinstance(have, Shard) and goes_to_experts(want, have)):
+        return True
     first = any(isinstance(each, Shard) and each.rows == "first" for each in (have, want))
     return not is_own(have) and not is_own(want) and (not first or have == Replicate())

@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.ir.tasks import axis_of, inner_of
 from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.expert_ops import EXPERTS
 from autopar.rewrite.level_ops import LEVELS
 from autopar.rewrite.marks import COLLECTIVES, mark
 from autopar.rewrite.programs import Emitted
@@ -36,8 +37,12 @@ def emitted(gm: fx.GraphModule, axes: Collection[str]) -> Iterator[Emitted]:
 
 
 def message_bytes(node: fx.Node) -> int:
-    """Return the bytes of the larger of the local buffers of a collective."""
-    return max(_bytes(node.meta["val"]), sum(_bytes(each.meta["val"]) for each in node.all_input_nodes))
+    """Return the bytes of the larger of the local buffers of a collective.
+
+    Of rows that go to experts these are as many as a rank has: what a rank gets depends on the data.
+    """
+    sent = node.all_input_nodes[:1] if node.target is EXPERTS.exchange.default else node.all_input_nodes
+    return max(_bytes(node.meta["val"]), sum(_bytes(each.meta["val"]) for each in sent))
 
 
 def _inner(node: fx.Node) -> int:

@@ -35,6 +35,12 @@ class _Place:
             raise ValueError(f"output {index} of {self.op.name} is no tensor")
         return local_shape(meta.shape, layout, self.sizes)
 
+    def sizes_told(self) -> tuple[int, ...]:
+        """Return the local shape of the first output, -1 where it is as many rows as come to this rank's experts."""
+        layout = self.strategy.outputs[0] or ()
+        varying = {p.dim for p in layout if isinstance(p, Shard) and p.rows == "expert"}
+        return tuple(-1 if dim in varying else size for dim, size in enumerate(self.output()))
+
     def parts(self, layout: Layout | None, dim: int) -> int:
         """Return over how many ranks a layout splits a dimension."""
         pairs = zip(layout or (), self.sizes, strict=False)
@@ -89,7 +95,7 @@ def _splits(strategy: MeshStrategy) -> bool:
 
 def _shape_to(name: str) -> Edit:
     """Return the edit that writes the local shape of the result into argument `name`."""
-    return lambda place: {name: list(place.output())}
+    return lambda place: {name: list(place.sizes_told())}
 
 
 def _strided(place: _Place) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar._torch import FakeTensorMode, fake_on, is_plain_fake, storage_key
 
-_KNOWN_OF = frozenset({"aten", "autopar", "autopar_ops", "prims", "_c10d_functional"})
+_KNOWN_OF = frozenset({"aten", "autopar", "autopar_experts", "autopar_ops", "prims", "_c10d_functional"})
 """Namespaces whose results depend on nothing but what is given: a user's operator may read what it likes."""
 
 _MOST = 100_000

@@ -14,13 +14,14 @@ from torch import fx
 
 from autopar._torch import LazyGraphModule
 from autopar.ir.graph import Graph, Op, Output, Phase, Ref
-from autopar.ir.placement import Layout, Partial, Replicate, local_shape
+from autopar.ir.placement import Layout, Partial, Replicate, Shard, is_own, local_shape
 from autopar.ir.plan import Decisions
 from autopar.ir.reshard import Step, route
 from autopar.ir.tasks import block_of
 from autopar.rewrite.derived import derived_parameters
 from autopar.rewrite.drawn_once import drawn_once
 from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.expert_rows import ends_of_rows
 from autopar.rewrite.inputs import split_inputs
 from autopar.rewrite.marks import COLLECTIVES, WAIT, Mark, Role
 from autopar.rewrite.operators import emit
@@ -55,6 +56,7 @@ class Localiser:
         self.per_phase = derived_parameters(self.graph, self.decisions)
         self._split = split_inputs(self.graph, mesh, self.split) if self.split else {}
         self._once = drawn_once(self.graph, self.decisions)
+        self._ends = ends_of_rows(self.graph, self.decisions)
         self._nodes = {node.name: node for node in self.joint.graph.nodes}
         self._made: dict[tuple[str, Phase | None], Made] = {}
         self._elements: dict[tuple[Ref, Phase | None], fx.Node] = {}
@@ -160,9 +162,20 @@ class Localiser:
             value = self._value(ref, own_phase)
             moved = self._moves(ref, phase, gradient_of)
             for step in steps:
-                value = self.writer.step(value, step, self.graph.meta(ref).shape, moved)
+                known = self._known(ref, step, phase)
+                value = self.writer.step(value, step, self.graph.meta(ref).shape, moved, known)
             self._copies[key] = value
         return self._copies[key]
+
+    def _known(self, ref: Ref, step: Step, phase: Phase) -> fx.Node | None:
+        """Return where the rows of each expert end on each rank, if a step brings rows there or back."""
+        before = step.before[step.axis]
+        if not isinstance(before, Shard) or not is_own(before):
+            return None
+        ends = self._ends[ref]
+        made = self.layout(ends)
+        there = (*made[: step.axis], Shard(0, rows="expert"), *made[step.axis + 1 :])
+        return self._demand(ends, there, phase)
 
     def _route(self, ref: Ref, layout: Layout) -> tuple[Step, ...]:
         before = self.layout(ref)

@@ -18,9 +18,20 @@ import torch
 from torch import fx
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout, Partial, Shard, local_outer, local_runs, local_shape, padding
+from autopar.ir.placement import (
+    Layout,
+    Partial,
+    Shard,
+    goes_to_experts,
+    is_own,
+    local_outer,
+    local_runs,
+    local_shape,
+    padding,
+)
 from autopar.ir.reshard import Step
 from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.expert_ops import EXPERTS
 from autopar.rewrite.marks import C10D, WAIT, Mark, over_microbatches
 
 _ATEN = torch.ops.aten
@@ -40,8 +51,15 @@ class Writer:
         node.meta["autopar"] = mark
         return node
 
-    def step(self, value: fx.Node, step: Step, shape: Sequence[int], mark: Mark) -> fx.Node:
-        """Append what takes `value`, of global `shape`, from `step.before` to `step.after`; return the result."""
+    def step(
+        self, value: fx.Node, step: Step, shape: Sequence[int], mark: Mark, known: fx.Node | None = None
+    ) -> fx.Node:
+        """Append what takes `value`, of global `shape`, from `step.before` to `step.after`; return the result.
+
+        `known` says where the rows of each expert end on each rank, if rows go there or back.
+        """
+        if is_own(step.before[step.axis]):
+            return _ToExperts(self, step, tuple(shape), mark).own(value, known)
         kind = _InTime if self.mesh.axes[step.axis].in_time else _Step
         write = kind(self, step, tuple(shape), mark)
         result: fx.Node = getattr(write, step.kind)(value)
@@ -229,6 +247,25 @@ def permuted(value: fx.Node, dims: int) -> tuple[fx.Node, list[int]]:
 
 
 _PERMUTES = frozenset({_ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default})
+
+
+@dataclass(frozen=True)
+class _ToExperts(_Step):
+    """Steps between the order that each rank has its rows in and the ranks of their experts."""
+
+    def own(self, value: fx.Node, known: fx.Node | None) -> fx.Node:
+        """Return rows there or back, given where those of each expert end; without that, where they do."""
+        there = goes_to_experts(self.step.before[self.step.axis], self.step.after[self.step.axis])
+        if known is None:
+            ends = self._exchange(C10D.all_gather_into_tensor.default, value, self.size)
+            return self._move(EXPERTS.known.default, ends, self.size)
+        place = self.writer.coordinate[self.step.axis]
+        if not there:
+            value = self._move(EXPERTS.by_rank.default, value, known, place)
+        rows = self._exchange(EXPERTS.exchange.default, value, known, place, not there)
+        moved = self._move(EXPERTS.by_expert.default, rows, known, place) if there else rows
+        moved.meta["local_shape"] = self.shape_after
+        return moved
 
 
 _CUTS = frozenset({_ATEN.slice.Tensor, _ATEN.select.int})

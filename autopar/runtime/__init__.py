@@ -17,7 +17,8 @@ What can fail on one rank only (capture, planning) belongs in `with ranks.togeth
 so that all ranks stop when one does.
 """
 
-from autopar.runtime import two_level as _two_level  # noqa: F401  gives programs its operators
+from autopar.runtime import experts as _experts  # noqa: F401  gives programs its operators, as the next one does
+from autopar.runtime import two_level as _two_level  # noqa: F401
 from autopar.runtime.module import ProgramFor, Runner, compiled, input_part
 from autopar.runtime.parameters import InitFn
 from autopar.runtime.pipeline_ranks import PipelineRanks

@@ -20,7 +20,7 @@ from torch import fx
 from autopar._torch import direct_call
 from autopar.ir.tasks import issuing, waiting
 
-_GROUPED = {"_c10d_functional": 1, "autopar_direct": 1, "autopar_levels": 3}
+_GROUPED = {"_c10d_functional": 1, "autopar_direct": 1, "autopar_experts": 1, "autopar_levels": 3}
 """Of the operators whose last arguments name process groups: how many do."""
 
 

@@ -33,7 +33,7 @@ from autopar.strategies.following import follow_batch, follow_tokens
 from autopar.strategies.in_time import follow_in_time
 from autopar.strategies.nesting import fits_mesh
 from autopar.strategies.own_rows import runs_kept
-from autopar.strategies.own_samples import on_own_samples
+from autopar.strategies.own_samples import on_own_samples, on_ranks_of_experts
 from autopar.strategies.padding import may_be_padded, with_padding
 from autopar.strategies.regions import region
 
@@ -151,17 +151,22 @@ def _on_axis(
             break
         wanted = grown
     own = on_own_samples(graph, axis.size, found) if axis.role in {"batch", "free"} else {}
+    sent = on_ranks_of_experts(graph, axis.size, found) if axis.role in {"expert", "free"} else {}
     found |= {rep: each if axis.role == "batch" else (*found[rep], *each) for rep, each in own.items()}
     if axis.role == "sequence":
         found = _by_tokens(graph, reps, axis, found)
     elif axis.role == "expert":
-        follow = follow_batch(graph, axis.size, found)
-        found = by_experts(graph, found, _followed(graph, reps, axis, found, follow))
+        kept = _following_batch(graph, reps, axis, found)
+        by_rank = _following_batch(graph, reps, axis, found | sent) if sent else {}
+        found = by_experts(graph, found, _joined(kept, by_rank))
+        found = _joined(found, sent)
     elif axis.role in {"batch", "time"}:
         follow = (follow_in_time if axis.role == "time" else follow_batch)(graph, axis.size, found)
         found = _followed(graph, reps, axis, found, follow)
     elif axis.role == "tensor":
         found = _without_batch(graph, reps, axis, found)
+    else:
+        found = _joined(found, sent)
     if axis.shard_parameters and axis.role != "tensor":
         found = with_padding(graph, reps, axis.size, found, beside_experts=axis.beside_experts)
     return found, unknown
@@ -307,6 +312,18 @@ def _by_tokens(
     follow, met = follow_tokens(graph, axis.size, open_to)
     kept = _followed(graph, reps, axis, open_to, follow)
     return kept | {name: tuple(dict.fromkeys((*kept[name], *open_to[name]))) for name in region(graph, met)}
+
+
+def _joined(
+    some: Mapping[str, tuple[Strategy, ...]], more: Mapping[str, tuple[Strategy, ...]]
+) -> dict[str, tuple[Strategy, ...]]:
+    return {**some, **{rep: tuple(dict.fromkeys((*some[rep], *each))) for rep, each in more.items()}}
+
+
+def _following_batch(
+    graph: Graph, reps: Sequence[Op], axis: AxisSpec, found: Mapping[str, tuple[Strategy, ...]]
+) -> dict[str, tuple[Strategy, ...]]:
+    return _followed(graph, reps, axis, found, follow_batch(graph, axis.size, found))
 
 
 def _followed(

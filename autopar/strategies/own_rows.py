@@ -24,11 +24,15 @@ from autopar.strategies.row_facts import ANY, Fact, Found, MixedRows, Rows, Seen
 def _sort(seen: Seen) -> Found | None:
     if len(seen.call.metas[0].shape) != 1 or not seen.is_split(0, 0):
         return None
-    order = seen.op.name
-    extent = seen.call.metas[0].shape[0] // seen.count
-    values = Fact(order, tells=("keys", seen.keys(0)))
     made = seen.call.strategy({0: Shard(0)}, {0: Shard(0), 1: Shard(0)}, OWN)
-    return made, (values, Fact(order, Rows(seen.facts[0].order, extent)))
+    order, read = seen.op.name, seen.facts[0]
+    extent = seen.call.metas[0].shape[0] // seen.count
+    rows = read.places
+    if rows is not None and rows.each and rows.extent == extent and is_ascending(seen.op):
+        # Places of all rows, sorted, are these rows in their order again, and where each of them was: the way back.
+        return made, (Fact(rows.order, rows), Fact(rows.order, Rows(read.order, extent, each=True)))
+    values = Fact(order, tells=("keys", seen.keys(0)))
+    return made, (values, Fact(order, Rows(read.order, extent, each=True)))
 
 
 def is_ascending(op: Op) -> bool:

@@ -20,6 +20,7 @@ from autopar.ir.strategy import Strategy
 from autopar.strategies.factories import RULES as BLANK
 from autopar.strategies.in_time import Followed, followed
 from autopar.strategies.own_rows import RULES
+from autopar.strategies.routed import routed
 from autopar.strategies.row_facts import Fact
 
 _Value = tuple[str, int]
@@ -37,9 +38,26 @@ def on_own_samples(
     a part of the program of which some operator needs the whole batch is left out. What only looks at the shape of such
     rows may be whole, too.
     """
-    if graph.batch_size % size or not any(op.target in _BEGINS for op in graph.ops):
+    if not _may_have_own(graph, size):
         return {}
     return _OwnSamples(graph, size, followed(graph, size, found)).strategies()
+
+
+def on_ranks_of_experts(
+    graph: Graph, size: int, found: Mapping[str, tuple[Strategy, ...]]
+) -> dict[str, tuple[Strategy, ...]]:
+    """Return what representative operators do on an axis that splits experts: rows in their rank's order, or sent.
+
+    Products with experts read rows that came to the ranks of these; what treats rows one by one may do so there, too.
+    """
+    if not _may_have_own(graph, size):
+        return {}
+    own = _OwnSamples(graph, size, followed(graph, size, found))
+    return routed(graph, size, own.strategies(), own.orders)
+
+
+def _may_have_own(graph: Graph, size: int) -> bool:
+    return graph.batch_size % size == 0 and any(op.target in _BEGINS for op in graph.ops)
 
 
 class _OwnSamples:
@@ -48,6 +66,11 @@ class _OwnSamples:
     def __init__(self, graph: Graph, size: int, known: Followed) -> None:
         self._graph, self._size, self._known = graph, size, known
         self._own = {ref for ref in self._refs() if self._is_own(ref)}
+
+    @property
+    def orders(self) -> dict[Ref, str]:
+        """Return, of the values in an order of their rank, what sorted them."""
+        return {ref: fact.order for ref, fact in self._known.facts.items() if ref in self._own}
 
     def strategies(self) -> dict[str, tuple[Strategy, ...]]:
         """Return those of each representative."""

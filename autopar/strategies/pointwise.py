@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+
+import torch
 
 from autopar.ir.graph import Const, Ref
 from autopar.ir.placement import Partial
 from autopar.ir.rule import Dims, Rule, letters, plain
 from autopar.ir.strategy import Strategy
 from autopar.ir.tensor import FLOATING
-from autopar.strategies.call import Call
+from autopar.strategies.call import Call, overload
 from autopar.strategies.matmul import aligned
 
 Groups = tuple[tuple[str, ...], ...]
 """Sets of argument names in which an operator is linear together."""
+
+
+@lru_cache(maxsize=4096)
+def is_pointwise(target: str) -> bool:
+    """Return whether an operator makes each element of those in its place, and draws none."""
+    op = overload(target)
+    tags = () if op is None else op.tags
+    seeded = torch.Tag.nondeterministic_seeded in tags
+    return target in RULES or (torch.Tag.pointwise in tags and not seeded)
 
 
 def pointwise(call: Call) -> Iterator[Strategy]:

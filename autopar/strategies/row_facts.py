@@ -26,6 +26,9 @@ class Rows:
     extent: int
     """Of one micro-batch."""
 
+    each: bool = False
+    """Whether each of them is pointed at once, as by what a sort returns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:

@@ -27,6 +27,7 @@ PLANS = [
     ("vit", "cpu:4", {"dp_replicate": 2, "dp_shard": 2}),
     ("resnet", "cpu:2", {"dp_replicate": 2}),
     ("mixtral", "cpu:2", {"tp": 2}),
+    ("mixtral", "cpu:2", {"ep": 2}),
     pytest.param("mamba", "cpu:2", {"tp": 2}, marks=pytest.mark.slow),
     pytest.param("whisper", "cpu:2", {"tp": 2}, marks=pytest.mark.slow),
 ]

@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 
 from autopar.ir.microbatches import joined, parted
-from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, is_at_rest, nest, parse_placement
+from autopar.ir.placement import (
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    is_at_rest,
+    is_valid,
+    nest,
+    parse_placement,
+)
 from autopar.ir.reshard import NoRouteError, is_reachable, route
 
-OWN, FIRST, COUNTS = Shard(0, rows="own"), Shard(0, rows="first"), Partial("own")
+OWN, FIRST, COUNTS, SENT = Shard(0, rows="own"), Shard(0, rows="first"), Partial("own"), Shard(0, rows="expert")
 
 
 @pytest.mark.parametrize(
@@ -18,6 +28,7 @@ OWN, FIRST, COUNTS = Shard(0, rows="own"), Shard(0, rows="first"), Partial("own"
         (Shard(1, 4, "own"), "Shard(1, outer=4, own)"),
         (FIRST, "Shard(0, first)"),
         (COUNTS, "Partial(own)"),
+        (SENT, "Shard(0, expert)"),
     ],
 )
 def test_the_text_of_a_placement_names_it(placement: Placement, text: str) -> None:
@@ -57,3 +68,29 @@ def test_own_rows_nest_and_lie_within_micro_batches_as_others() -> None:
     assert joined(Shard(0), (OWN,), 4) == (Shard(0), Shard(0, 4, "own"))
     assert parted((Shard(0), Shard(0, 4, "own")), 4) == (Shard(0), (OWN,))
     assert not is_at_rest((OWN,), (2,))
+
+
+def kinds(before: Layout, after: Layout) -> list[tuple[str, int]]:
+    return [(step.kind, step.axis) for step in route(before, after, (64, 8), (2,) * len(before))]
+
+
+def test_own_rows_go_to_their_experts_and_back() -> None:
+    assert kinds((OWN,), (SENT,)) == kinds((SENT,), (OWN,)) == [("all_to_all", 0)]
+    assert kinds((COUNTS,), (SENT,)) == [("all_gather", 0)]
+    assert kinds((OWN, Shard(0, 2, "own")), (OWN, Shard(0, 2, "expert"))) == [("all_to_all", 1)]
+
+
+@pytest.mark.parametrize("other", [Replicate(), Shard(0), Shard(1), Partial(), FIRST])
+def test_rows_of_experts_go_nowhere_else(other: Placement) -> None:
+    assert not is_reachable((SENT,), (other,))
+    assert not is_reachable((other,), (SENT,))
+    assert not is_reachable((SENT,), (COUNTS,))
+    assert not is_reachable((Shard(1, rows="own"),), (Shard(1, rows="expert"),))
+
+
+def test_no_other_axis_splits_rows_of_experts() -> None:
+    assert is_valid((64, 8), (OWN, Shard(0, 2, "expert")), (2, 2))
+    assert is_valid((64, 8), (SENT, Shard(1)), (2, 2))
+    assert not is_valid((64, 8), (SENT, Shard(0, 2)), (2, 2))
+    assert kinds((OWN, Shard(0, 2)), (SENT, Replicate())) == [("all_gather", 1), ("all_to_all", 0)]
+    assert kinds((SENT, Replicate()), (OWN, Shard(0, 2))) == [("all_to_all", 0), ("slice", 1)]

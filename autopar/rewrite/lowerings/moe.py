@@ -2,6 +2,7 @@
 
 tokens    each expert's tokens end, in this rank's part, after as many as this rank has before its end
 experts   the tokens of this rank's experts are moved to the front, multiplied, and moved back; the others are zero
+routed    the tokens are those of this rank's experts, of all ranks; where they end, all ranks told each other
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 
 from autopar.ir.placement import Layout, Replicate, Shard
+from autopar.rewrite.expert_ops import EXPERTS
 from autopar.rewrite.lowerings.places import aten, count_before, digits, own_part, widened
 from autopar.rewrite.site import Site
 
@@ -22,6 +24,16 @@ _TO_THE_END = (1 << 63) - 1
 def _target(site: Site) -> Any:
     space, packet, overload = site.op.target.split(".")
     return getattr(getattr(getattr(torch.ops, space), packet), overload)
+
+
+def _routed(site: Site, known: fx.Node, tokens: fx.Node) -> fx.Node:
+    """Return where the tokens of each of this rank's experts end, among those that came to it."""
+    (axis,) = site.axes("routed")
+    place = site.coordinate[axis]
+    for user in known.users:
+        if user.target is EXPERTS.ends.default and user.args[:2] == (known, place):
+            return user
+    return site.call(EXPERTS.ends.default, known, place, tokens)
 
 
 def _ends(site: Site, ends: fx.Node, tokens: int, dim: int) -> fx.Node:
@@ -65,6 +77,8 @@ def grouped_mm(site: Site) -> fx.Node:
     of_tokens = len(site.metas[1].shape) == 2
     if site.axes("rows"):
         ends = _ends(site, ends, int(of_tokens), 0)
+    if site.axes("routed"):
+        ends = _routed(site, ends, x)
     if not site.axes("experts"):
         return site.call(_target(site), x, w, ends, *rest, **site.kwargs)
     if of_tokens:
@@ -82,6 +96,8 @@ def grouped_mm_backward(site: Site) -> tuple[fx.Node, fx.Node]:
     x, w, ends, grad = site.args
     if site.axes("rows"):
         ends = _ends(site, ends, 0, 0)
+    if site.axes("routed"):
+        ends = _routed(site, ends, x)
     mine = None
     if site.axes("experts"):
         mine = _Mine(site, ends, site.local_input(0)[0], site.strategy.inputs[1], site.metas[1].shape[0])

@@ -1,0 +1,70 @@
+"""What brings rows to the ranks of their experts does: all-to-alls of unequal blocks, sorted where they arrive.
+
+Blocks are as large as the routing of a step makes them; an expert that nobody takes has none. Ranks know all of them
+from one gather of where rows end, which comes to the host: all exchanges of these rows, there and back, in forward and
+in backward, take their sizes from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.runtime.direct import DIRECT
+
+_LIBRARY: Any = torch.library.Library("autopar_experts", "IMPL")  # type: ignore[no-untyped-call]
+_C10D = torch.ops._c10d_functional
+
+
+def _rows(known: torch.Tensor) -> torch.Tensor:
+    """Return how many rows of each expert each rank has, `[ranks, ranks, experts a rank]`: from whom, to whom."""
+    ranks = known.shape[0]
+    return torch.diff(known, dim=1, prepend=known.new_zeros((ranks, 1))).view(ranks, ranks, -1)
+
+
+def _known(ends: torch.Tensor, ranks: int) -> torch.Tensor:
+    return ends.view(ranks, -1).to(device="cpu", dtype=torch.int64)
+
+
+def _exchange(rows: torch.Tensor, known: torch.Tensor, rank: int, back: bool, group: str) -> torch.Tensor:
+    blocks = _rows(known).sum(2)
+    sent, received = blocks[rank].tolist(), blocks[:, rank].tolist()
+    if back:
+        sent, received = received, sent
+    operation = DIRECT.all_to_all if rows.device.type == "cpu" else _C10D.all_to_all_single
+    result: torch.Tensor = operation(rows, received, sent, group)
+    return result
+
+
+def _by_expert(rows: torch.Tensor, known: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return rows that lie by rank, and for each by expert, by expert."""
+    return _swapped(rows, _rows(known)[:, rank])
+
+
+def _by_rank(rows: torch.Tensor, known: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return rows that lie by expert, and for each by rank, by rank."""
+    return _swapped(rows, _rows(known)[:, rank].t())
+
+
+def _swapped(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return blocks of rows, of `lengths` that lie by row of this matrix, so that they lie by column."""
+    if 1 in lengths.shape:
+        return rows.clone(memory_format=torch.contiguous_format)
+    blocks = torch.split_with_sizes(rows, lengths.flatten().tolist())
+    across = lengths.shape[1]
+    return torch.cat([block for column in range(across) for block in blocks[column::across]])
+
+
+def _ends(known: torch.Tensor, rank: int, rows: torch.Tensor) -> torch.Tensor:
+    return _rows(known)[:, rank].sum(0).cumsum(0).to(device=rows.device, dtype=torch.int32)
+
+
+for _name, _operation in (
+    ("known", _known),
+    ("exchange", _exchange),
+    ("by_expert", _by_expert),
+    ("by_rank", _by_rank),
+    ("ends", _ends),
+):
+    _LIBRARY.impl(_name, _operation, "CompositeExplicitAutograd")
