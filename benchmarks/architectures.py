@@ -49,6 +49,8 @@ PLANS: dict[str, tuple[str, Fix]] = {
     "zb_h1": ("2", {"pp": 2, "schedule": "zb_h1", "microbatch": 4}),
     "zbv": ("2", {"pp": 2, "schedule": "zbv", "interleave": 2, "microbatch": 4}),
     "pp-tp": ("4", {"pp": 2, "tp": 2, "microbatch": 4}),
+    "ep": ("2", {"ep": 2}),
+    "ep-zero": ("4", {"ep": 2, "dp_shard": 2, "zero": 3, "microbatch": 1}),
 }
 """Mesh and what is fixed."""
 

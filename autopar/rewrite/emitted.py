@@ -41,7 +41,8 @@ def message_bytes(node: fx.Node) -> int:
 
     Of rows that go to experts these are as many as a rank has: what a rank gets depends on the data.
     """
-    sent = node.all_input_nodes[:1] if node.target is EXPERTS.exchange.default else node.all_input_nodes
+    exchanges = node.target in {EXPERTS.exchange.default, LEVELS.exchange.default}
+    sent = node.all_input_nodes[:1] if exchanges else node.all_input_nodes
     return max(_bytes(node.meta["val"]), sum(_bytes(each.meta["val"]) for each in sent))
 
 

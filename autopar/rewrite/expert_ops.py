@@ -9,6 +9,7 @@ of experts that take equally many.
     exchange(rows, known)    issue of the all-to-all there, or `back`; `wait_tensor` waits for it
     by_expert, by_rank       sort what came, and what goes back
     ends(known)              where the rows of each of this rank's experts end, all ranks' together
+    slice_backward           aten's, of as many rows as come: the size of that dimension is -1
 
 Here is what they are; `autopar.runtime.experts` says what they do.
 """
@@ -25,6 +26,7 @@ _LIBRARY.define("known(Tensor ends, int ranks) -> Tensor")
 _LIBRARY.define("exchange(Tensor rows, Tensor known, int rank, bool back, str group) -> Tensor")
 _LIBRARY.define("by_expert(Tensor rows, Tensor known, int rank) -> Tensor")
 _LIBRARY.define("by_rank(Tensor rows, Tensor known, int rank) -> Tensor")
+_LIBRARY.define("slice_backward(Tensor grad, int[] sizes, int dim, int start, int end, int step) -> Tensor")
 _LIBRARY.define("ends(Tensor known, int rank, Tensor rows) -> Tensor")
 
 
@@ -40,12 +42,17 @@ def _ends(known: torch.Tensor, rank: int, rows: torch.Tensor) -> torch.Tensor:
     return rows.new_empty((known.shape[1] // known.shape[0],), dtype=torch.int32)
 
 
+def _slice_backward(grad: torch.Tensor, sizes: list[int], *_: Any) -> torch.Tensor:
+    return grad.new_empty([mine if told < 0 else told for told, mine in zip(sizes, grad.shape, strict=True)])
+
+
 _SHAPES: dict[str, Callable[..., torch.Tensor]] = {
     "known": _known,
     "exchange": _as_many,
     "by_expert": _as_many,
     "by_rank": _as_many,
     "ends": _ends,
+    "slice_backward": _slice_backward,
 }
 for _name, _shape in _SHAPES.items():
     torch.library.register_fake(f"autopar_experts::{_name}", _shape, lib=_LIBRARY)

@@ -133,7 +133,7 @@ def _bounds(place: _Place) -> Mapping[str, Any]:
 
 
 def _slice_backward(place: _Place) -> Mapping[str, Any]:
-    return {"input_sizes": list(place.output()), **_bounds(place)}
+    return {"input_sizes": list(place.sizes_told()), **_bounds(place)}
 
 
 def _pieces(place: _Place) -> Mapping[str, Any]:

@@ -44,6 +44,7 @@ COLLECTIVES = {
     LEVELS.all_gather.default: "all_gather",
     LEVELS.reduce_scatter.default: "reduce_scatter",
     LEVELS.all_to_all.default: "all_to_all",
+    LEVELS.exchange.default: "all_to_all",
     EXPERTS.exchange.default: "all_to_all",
 }
 """Operators that issue a collective, by the name the plan gives it; the group is their last argument."""

@@ -13,7 +13,7 @@ from autopar.ir.microbatches import OWN, within
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.tensor import TensorMeta
-from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.expert_ops import EXPERTS
 from autopar.rewrite.expert_rows import has_experts_rows
 from autopar.rewrite.localise import localise
 from autopar.rewrite.lowerings import lowering_of
@@ -56,7 +56,7 @@ def emit(site: Site, node: fx.Node) -> Any:
     if node.target in _FACTORED | _PLACED:
         args = (_as_captured(site, args[0], node), *args[1:])
     if node.target is _ATEN.slice_backward.default and has_experts_rows(site.strategy):
-        return _widened(site, *args)
+        return site.call(EXPERTS.slice_backward.default, *args)
     if any(site.tags):
         return lowering_of(site.op.target)(replace(site, args=args, kwargs=kwargs))
     target = _ATEN.reshape.default if node.target in _RESHAPE else node.target
@@ -72,15 +72,6 @@ def _as_captured(site: Site, value: fx.Node, node: fx.Node) -> fx.Node:
         return value
     across = site.call(_ATEN.contiguous.default, site.call(_ATEN.transpose.int, value, -2, -1))
     return site.call(_ATEN.transpose.int, across, -2, -1)
-
-
-def _widened(site: Site, value: fx.Node, sizes: list[int], dim: int, start: int, end: int, step: int) -> fx.Node:
-    """Return zeros around a gradient of a slice, of as many rows as there are; see `slice_backward`."""
-    whole, dim = sizes[dim], dim % len(sizes)
-    start, end = (min(max(each + whole if each < 0 else each, 0), whole) for each in (start, end))
-    if step != 1:
-        raise RewriteError(f"{site.op.where} takes every {step}th element of rows that go to experts")
-    return site.call(_ATEN.constant_pad_nd.default, value, [0, 0] * (len(sizes) - 1 - dim) + [start, whole - end])
 
 
 def _on_own_rows(site: Site, node: fx.Node, place: int) -> Any:

@@ -13,6 +13,7 @@ from autopar.ir.plan import Collective
 from autopar.ir.tasks import axis_of, level_name
 from autopar.rewrite.emitted import message_bytes
 from autopar.rewrite.errors import RewriteError
+from autopar.rewrite.expert_ops import EXPERTS
 from autopar.rewrite.level_ops import LEVELS
 from autopar.rewrite.marks import C10D, COLLECTIVES, Mark, mark
 
@@ -24,6 +25,7 @@ _IN_LEVELS: dict[Any, Any] = {
     C10D.reduce_scatter_tensor.default: LEVELS.reduce_scatter.default,
     C10D.reduce_scatter_tensor_coalesced.default: LEVELS.reduce_scatter.default,
     C10D.all_to_all_single.default: LEVELS.all_to_all.default,
+    EXPERTS.exchange.default: LEVELS.exchange.default,
 }
 
 Kind = tuple[str, str, int]
@@ -70,7 +72,7 @@ def _in_levels(node: fx.Node, stream: str, inner: int, chunks: int) -> None:
     match COLLECTIVES[node.target]:  # type: ignore[index]
         case "all_reduce":
             settings = [*settings, chunks]
-        case "all_to_all":
+        case "all_to_all" if node.target is not EXPERTS.exchange.default:
             if len({size for sizes in settings for size in sizes}) > 1:
                 raise RewriteError(f"{node.name} exchanges parts of unequal size, which has no form in two levels")
             settings = []

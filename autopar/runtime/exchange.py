@@ -123,6 +123,15 @@ _GATHERED = 1
 """Tag of what is handed back, so that it is not taken for what is still to be summed."""
 
 
+def by_column(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return blocks of rows, of `lengths` that lie by row of this matrix, so that they lie by column: a copy."""
+    if 1 in lengths.shape:
+        return rows.clone(memory_format=torch.contiguous_format)
+    blocks = torch.split_with_sizes(rows, lengths.flatten().tolist())
+    across = lengths.shape[1]
+    return torch.cat([block for column in range(across) for block in blocks[column::across]])
+
+
 def finish(works: Sequence[Any]) -> None:
     """Wait for all that was begun."""
     for each in works:

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from autopar._torch import group_named, wait_by
-from autopar.runtime.exchange import REDUCE, Exchange, Scattering, finish
+from autopar.runtime.exchange import REDUCE, Exchange, Scattering, by_column, finish
+from autopar.runtime.experts import rows_sent
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,26 @@ class Levels:
             finish(self.inner.exchanging(list(by_place), list(brought)))
             by_node = brought.transpose(0, 1).contiguous()
             finish(self.outer.exchanging(list(by_node), list(result.view(nodes, inside, -1))))
+
+    def exchange(self, rows: torch.Tensor, result: torch.Tensor, sent: torch.Tensor) -> None:
+        """Fill the result with the rows for this rank, by the rank they come from; `sent` are those `[from, to]`.
+
+        They go the way of an all-to-all, in blocks of unequal size.
+        """
+        nodes, inside = self.sizes
+        node, place = self.outer.rank, self.inner.rank
+        sizes = sent.reshape(nodes, inside, nodes, inside)
+        mine, through = sizes[node, place], sizes[node, :, :, place]
+        by_place = by_column(rows, mine)
+        brought = rows.new_empty((int(through.sum()), *rows.shape[1:]))
+        finish(self.inner.exchanging(_cut_rows(by_place, mine.sum(0)), _cut_rows(brought, through.sum(1))))
+        by_node = by_column(brought, through)
+        came = sizes[:, :, node, place].sum(1)
+        finish(self.outer.exchanging(_cut_rows(by_node, through.sum(0)), _cut_rows(result, came)))
+
+
+def _cut_rows(rows: torch.Tensor, lengths: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split_with_sizes(rows, lengths.tolist())
 
 
 @dataclass(frozen=True)
@@ -230,6 +251,17 @@ def _all_to_all(values: list[torch.Tensor], inner: str, outer: str, stream: str)
     return results
 
 
+def _exchange(
+    values: list[torch.Tensor], known: torch.Tensor, rank: int, back: bool, inner: str, outer: str, stream: str
+) -> list[torch.Tensor]:
+    levels = Levels.named(inner, outer, values[0].device)
+    sent = rows_sent(known, back=back)
+    (rows,) = values
+    result = rows.new_empty((int(sent[:, rank].sum()), *rows.shape[1:]))
+    _issue(stream, lambda: levels.exchange(rows, result, sent), (rows, result), [result])
+    return [result]
+
+
 _LIBRARY = torch.library.Library("autopar_levels", "IMPL")  # type: ignore[no-untyped-call]
 for _name, _operation in {
     "all_reduce": _all_reduce,
@@ -237,5 +269,6 @@ for _name, _operation in {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "exchange": _exchange,
 }.items():
     _LIBRARY.impl(_name, _operation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

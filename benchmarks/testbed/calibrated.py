@@ -4,11 +4,12 @@
         -c benchmarks/testbed/cluster_1gbit.yaml -o benchmarks/testbed/calibration_1gbit.json
     python -m benchmarks.testbed.calibrated --scenarios gpt_balanced
 
-Each scenario is planned as data parallelism, with parameters sharded, as tensor parallelism, as a pipeline and freely,
-on the calibrated cluster, and each plan is run by `autopar.compile` on two hosts at 1 Gbit/s, interleaved with the
-others. A row has the seconds predicted with the catalogue's figures and with the calibration's, and those measured.
-Programs of `families.py` are other ones than those that the cost model was made with; --hand runs DDP and FSDP2 beside
-them. --summary tells errors and whether the plan predicted to be fastest was, from the last row of each.
+Each scenario is planned as data parallelism, with parameters sharded, as tensor parallelism, as a pipeline, with its
+experts split (if any) and freely, on the calibrated cluster, and each plan is run by `autopar.compile` on two hosts
+at 1 Gbit/s, interleaved with the others. A row has the seconds predicted with the catalogue's figures and with
+the calibration's, and those measured. Programs of `families.py` are other ones than those that the cost model was made
+with; --hand runs DDP and FSDP2 beside them. --summary tells errors and whether the plan predicted to be fastest was,
+from the last row of each.
 
 With --measured FILE nothing is run: seconds are those of the last lines of benchmarks/testbed/compare.py in that file,
 of its hand-written DDP and TP and of its plans (FSDP2 is another program than a plan's); `measured` says of which.
@@ -35,6 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, int]]] = {
     "zero": ("fsdp2", {"dp_shard": 2, "zero": 3}),
     "tp": ("tp", {"tp": 2}),
     "pp": ("pipeline", {"pp": 2}),
+    "ep": ("autopar", {"ep": 2}),
     "free": ("autopar", {}),
 }
 """Kinds of plan: the strategy of `compare.py` that is most like it, and what is fixed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from torch import nn
 import autopar
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Plan
+from autopar.rewrite import rewrite
 from tests.support.ranks import RankPool
+from tests.support.remembering import remembered
 from tests.support.routing import Experts, Gated
 from tests.support.training import whole
 
@@ -46,7 +50,7 @@ class Biased(nn.Module):
         ends = torch.histc(kinds.float(), 8, min=0, max=7).cumsum(0, dtype=torch.int32)
         product = torch.ops.transformers.grouped_mm_fallback
         made = product(tokens[order // 3], self.up, ends) + self.up_bias[kinds]
-        gate, value = made[:, :16].clamp(max=2.0), made[:, 16:]
+        gate, value = made[:, ::2].clamp(max=2.0), made[:, 1::2]
         made = product(gate * torch.sigmoid(gate) * (value + 1.0), self.down, ends) + self.down_bias[kinds]
         made = made * best.flatten()[order, None]
         back = torch.empty_like(order).index_put((order,), torch.arange(order.numel()))
@@ -128,3 +132,32 @@ def test_each_token_travels_to_its_experts_and_back_in_both_directions() -> None
     assert sum(each.count for each in sent) == 2 * 4 - 1, "two layers; the first one's tokens have no gradient"
     others = sum(each.bytes * each.count for each in plan.decisions.collectives if each.op == "all_gather")
     assert others == 2 * 8 * 4 * 4, "where the rows of 8 experts end on 4 ranks, of each layer"
+
+
+def step_in_levels(_rank: int, path: str) -> None:
+    model, x = _of("layers")
+    plan = Plan.load(Path(path))
+    spec = autopar.ClusterSpec.from_dict(plan.cluster)
+    compiled = autopar.compile(copy.deepcopy(model), spec, example_inputs=(x,), plan=plan)
+    found, wanted = compiled(x), model(x)
+    found.backward()
+    wanted.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    expected = dict(model.named_parameters())
+    for key, each in compiled.named_parameters():
+        torch.testing.assert_close(whole(each.grad), expected[key].grad, rtol=1e-9, atol=1e-12)
+
+
+def test_tokens_may_go_in_two_levels(pool: RankPool, tmp_path: Path) -> None:
+    plan = planned("layers", {"ep": 4}, "cpu:2x2")
+    assert goes_to_experts(plan)
+    in_levels = tuple(
+        replace(each, inner=2) if each.op == "all_to_all" else each for each in plan.decisions.collectives
+    )
+    plan = replace(plan, decisions=replace(plan.decisions, collectives=in_levels, streams={}))
+    model, x = _of("layers")
+    captured = remembered(model, (x,))
+    issued = rewrite(captured.joint, captured.graph, plan.decisions, 0).emitted
+    assert {each.inner for each in issued if each.op == "all_to_all"} == {2}
+    plan.save(tmp_path / "plan.json")
+    pool.values(step_in_levels, str(tmp_path / "plan.json"))

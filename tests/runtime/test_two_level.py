@@ -17,10 +17,13 @@ from autopar.options import PlanOptions
 from autopar.progress import Silent
 from autopar.rewrite import rewrite
 from autopar.rewrite.emitted import message_bytes
+from autopar.rewrite.expert_ops import EXPERTS
+from autopar.rewrite.level_ops import LEVELS
 from autopar.rewrite.marks import C10D, COLLECTIVES, WAIT, Mark
 from autopar.rewrite.two_level import RunInLevels
 from autopar.runtime import Ranks
 from autopar.runtime.executable import compile_graph
+from autopar.runtime.experts import rows_sent
 from autopar.runtime.ranks import Groups
 from autopar.runtime.two_level import Levels
 from cost_models.cluster import ClusterSpec
@@ -113,6 +116,32 @@ def by_library(rank: int) -> list[float]:
 def test_the_chains_of_devices_with_streams_give_what_flat_collectives_give(four: RankPool):
     for off in four.values(by_library):
         assert max(off) <= 1e-14
+
+
+UNEVEN = [[3, 0, 1, 2, 0, 0, 4, 1], [0, 0, 0, 0, 0, 0, 0, 5], [2, 2, 2, 2, 2, 2, 2, 2], [0, 1, 0, 0, 3, 0, 0, 0]]
+"""How many rows each rank has for each of 8 experts, two a rank."""
+
+
+def rows_exchanged(rank: int, back: bool) -> list[bool]:
+    """Return whether rows for experts go as at once: in two levels by operators, and by the library's collectives."""
+    names = Groups.of(LINE, Ranks.join("cpu"), {}, {("dp_replicate", 2)}).names
+    sizes = torch.tensor(UNEVEN)
+    known = EXPERTS.known(sizes.cumsum(1).to(torch.int32).flatten(), 4)
+    sent = rows_sent(known, back=back)
+    rows = torch.randn((int(sent[rank].sum()), 3), generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    flat = WAIT(EXPERTS.exchange(rows, known, rank, back, names["dp_replicate"]))
+    groups = tuple(names[f"dp_replicate{level}"] for level in (":inner2", ":outer2", ""))
+    (levels,) = map(WAIT, LEVELS.exchange([rows], known, rank, back, *groups))
+    direct = Levels.named(*groups[:2], torch.device("cpu"))
+    by_library = Levels(replace(direct.inner, direct=False), replace(direct.outer, direct=False))
+    brought = torch.empty_like(flat)
+    by_library.exchange(rows, brought, sent)
+    return [torch.equal(flat, levels), torch.equal(flat, brought), flat.shape[0] == int(sent[:, rank].sum()) > 0]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_rows_reach_their_experts_in_two_levels_as_at_once(four: RankPool, back: bool):
+    assert four.values(rows_exchanged, back) == [[True, True, True]] * 4
 
 
 FIXED = {"replicated": {"dp_replicate": 4}, "sharded": {"dp_shard": 4, "zero": 3}}
