@@ -97,4 +97,5 @@ def test_each_operator_takes_what_the_one_before_makes_there(name: str):
 
     made = run(rewrite(captured.joint, captured.graph, decisions, 0, device="meta"))
 
-    assert {each.device.type for each in made} == {"meta"}
+    # How many rows go to which expert is read on the host.
+    assert {each.device.type for each in made if each.dtype != torch.int64} == {"meta"}
