@@ -49,6 +49,14 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         "give classes and indices as int64: y.long()",
     ),
     (
+        r"buffer '.*' of shape .* becomes",
+        "its forward puts a buffer of another shape in the place of one",
+        (
+            "if it does so at its first call alone (a table that is made for the inputs), run the model once on these "
+            "inputs before it is compiled; else compute that tensor in forward, or make the buffer as large at once"
+        ),
+    ),
+    (
         _RAISES,
         "its forward raises on inputs of these shapes and types",
         (

@@ -27,9 +27,10 @@ from autopar._torch import (
     without_progress_thread,
     without_source_text,
 )
-from autopar._torch_tracing import context_variables
+from autopar._torch_tracing import context_variables, known_numbers
 from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
+from autopar.capture.constants import value_of
 from autopar.capture.dtypes import require_dtypes
 from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
@@ -85,7 +86,7 @@ class _Program(nn.Module):
             assigned = _at(self.model, path)
             if assigned is not held:
                 if assigned.shape != held.shape:
-                    raise ValueError(f"{path[-1]!r} of shape {list(held.shape)} becomes {list(assigned.shape)}")
+                    raise ValueError(f"buffer {path[-1]!r} of shape {list(held.shape)} becomes {list(assigned.shape)}")
                 held.copy_(assigned)
         return open_records(made)
 
@@ -195,6 +196,7 @@ def _ambient(with_backward: bool) -> Iterator[None]:
         stack.enter_context(flex_attention_in_plain_operators())
         stack.enter_context(taken_to_be_finite())
         stack.enter_context(context_variables())
+        stack.enter_context(known_numbers(value_of))
         yield
 
 
