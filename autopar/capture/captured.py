@@ -24,6 +24,7 @@ from autopar.capture.merge import drop_idle_strides, merge_equal
 from autopar.capture.metrics import leave_metrics
 from autopar.capture.naming import names_in_order, rename_nodes, renamed_ops, renamed_outputs
 from autopar.capture.origin import layer_path, module_path, user_line
+from autopar.capture.strides import in_plain_order
 from autopar.capture.trace import PREFIX, Traced, trace
 from autopar.capture.unread import drop_unread
 from autopar.errors import AutoparError, CaptureError
@@ -126,6 +127,7 @@ def _assemble(
     simplify_masks(joint)
     write_lazy_tensors(joint)
     drop_idle_strides(joint)
+    in_plain_order(joint, name)
     modules = frozenset(path for path, _ in fake.module.named_modules(remove_duplicate=False))
     merge_equal(joint, lambda node: layer_path(module_path(node.meta, modules, PREFIX) or ""))
     merge_cross_entropy(joint)

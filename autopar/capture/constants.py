@@ -42,12 +42,11 @@ def value_of(node: fx.Node) -> torch.Tensor | None:
         return None
     values: dict[fx.Node, Any] = {}
     try:
-        with torch.no_grad(), _Determined():
+        with torch.no_grad(), _Determined():  # type: ignore[no-untyped-call]
             for each in needed:
                 args, kwargs = fx.map_arg((each.args, each.kwargs), lambda read: values[read])
                 if each.op == "call_method":
-                    owner, *args = args
-                    values[each] = getattr(owner, str(each.target))(*args, **kwargs)
+                    values[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
                 else:
                     values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
     except Exception:  # noqa: BLE001 - drawn, undefined, or no operator of real tensors
@@ -61,7 +60,7 @@ def _needed(node: fx.Node) -> list[fx.Node] | None:
     needed: set[fx.Node] = set()
     if not _add([node], needed):
         return None
-    writes = [each for each in node.graph.nodes if _is_write(each)]
+    writes = [each for each in node.graph.nodes if is_write(each)]
     while True:
         held = set().union(*(_storages(each) for each in needed))
         late = [each for each in writes if each not in needed and held & _storages(each.args[0])]
@@ -87,7 +86,7 @@ def _add(wanted: Iterable[fx.Node], needed: set[fx.Node]) -> bool:
     return True
 
 
-def _is_write(node: fx.Node) -> bool:
+def is_write(node: fx.Node) -> bool:
     """Return whether a node changes its first argument."""
     if not node.args or node.op not in {"call_function", "call_method"}:
         return False
@@ -105,7 +104,7 @@ def _made(node: fx.Node) -> list[Any]:
     return pytree.tree_leaves(node.meta.get("example_value"))
 
 
-class _Determined(TorchDispatchMode):
+class _Determined(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses to draw numbers, and to read memory that nothing was written to."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -145,6 +145,16 @@ def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
     )
 
 
+def memory_with_gaps(model: str, shape: Sequence[int], stride: Sequence[int], where: str) -> CaptureError:
+    """Return the error for a view by strides of a tensor that is itself a part of a larger one."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: as_strided reads the memory of a tensor of shape {list(shape)} and strides "
+        f"{list(stride)}, which has gaps, so that it shows elements of other tensors{place}\n"
+        "take the view of the whole tensor, of x.contiguous(), or use unfold, narrow or flip"
+    )
+
+
 def attribute_advances(model: str, paths: Sequence[str]) -> CaptureError:
     """Return the error for attributes that forward changes at every call, and computes with."""
     return CaptureError(

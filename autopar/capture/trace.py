@@ -39,6 +39,7 @@ from autopar.capture.flex import flex_attention_in_plain_operators
 from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write, masks_for_places
 from autopar.capture.origin import user_line
+from autopar.capture.strides import look_up_windows
 
 PREFIX = "model"
 """Name of the user's model inside the traced module."""
@@ -135,6 +136,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         compute_everywhere(graph)
         _require_static(graph, name)
         open_bags(graph)
+        look_up_windows(graph)
         choose_by_masks(graph)
         counting = counting_write(graph) if with_backward else None
         if counting is not None:

@@ -59,7 +59,7 @@ def branch(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def number(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     sizes = torch.tensor([1, 3])
-    first, second = torch.split(h, sizes.tolist(), dim=1)  # type: ignore[no-untyped-call]
+    first, second = torch.split(h, sizes.tolist(), dim=1)
     scale = float(sizes.sum()) + int(sizes[1]) + sizes.max().item() + [5.0, 6.0][sizes[0]]
     return torch.sub(first.sum(), second.sum()) * scale
 
