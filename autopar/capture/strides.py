@@ -62,7 +62,8 @@ def _kept_dims(value: torch.Tensor, made: torch.Tensor) -> tuple[list[tuple[int,
     ours = {dim: (size, stride) for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True))}
     theirs = {dim: (size, stride) for dim, (size, stride) in enumerate(zip(made.shape, made.stride(), strict=True))}
     kept: list[tuple[int, int]] = []
-    for dim, (size, stride) in sorted(ours.items()):
+    for dim in range(value.dim()):
+        size, stride = ours[dim]
         at = next((each for each, shown in theirs.items() if shown == ours[dim]), None)
         if size == 1 or at is None:
             continue
