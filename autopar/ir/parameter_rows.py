@@ -1,4 +1,4 @@
-"""Parameters that are the entries of lists: layers that are written as functions of a `ParameterList`, not as modules."""
+"""Parameters that are the entries of lists: layers that are functions of a `ParameterList`, and no modules."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     """Return the blocks between which the program may be cut, in program order: at least one.
 
     They are the children of module lists (`model.layers.7`), of the outer ones where lists are nested; without lists,
-    the innermost modules that hold parameters, and the parameters of lists (`weights.7`). Blocks between what reads a buffer and what gives it its new value are
-    one. Operators of no block belong to the block running before them, those before the first block to the first.
-    Blocks of a frozen branch that is built like a trained one (a teacher beside its student) belong to their
-    counterparts.
+    the innermost modules that hold parameters, and the parameters of lists (`weights.7`). Blocks between what reads a
+    buffer and what gives it its new value are one. Operators of no block belong to the block running before them, those
+    before the first block to the first. Blocks of a frozen branch that is built like a trained one (a teacher beside
+    its student) belong to their counterparts.
     """
     followers = [twin.frozen for twin in _twins(graph)]
     starts = _starts(graph, _block_paths(graph))
