@@ -12,6 +12,7 @@ from torch import fx, nn
 from autopar._torch import AOTInput, FakeTensorMode, traced_stack
 from autopar._torch_tracing import Asked, as_if_not_compiled
 from autopar.capture.attributes import check_attributes
+from autopar.capture.blanks import make_by_shape
 from autopar.capture.blocks import find_blocks
 from autopar.capture.call import CallSpec, ResultSpec, read_call
 from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable, raises_while_traced
@@ -21,7 +22,7 @@ from autopar.capture.losses import merge_cross_entropy
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
 from autopar.capture.masks import simplify_masks
 from autopar.capture.merge import drop_idle_strides, merge_equal
-from autopar.capture.metrics import leave_metrics
+from autopar.capture.metrics import leave_metrics, of_inputs_alone
 from autopar.capture.naming import names_in_order, rename_nodes, renamed_ops, renamed_outputs
 from autopar.capture.origin import layer_path, module_path, user_line
 from autopar.capture.strides import in_plain_order
@@ -131,6 +132,7 @@ def _assemble(
     modules = frozenset(path for path, _ in fake.module.named_modules(remove_duplicate=False))
     merge_equal(joint, lambda node: layer_path(module_path(node.meta, modules, PREFIX) or ""))
     merge_cross_entropy(joint)
+    make_by_shape(joint, of_inputs_alone(joint.graph))
     drop_unread(joint)
     names = Names(
         model=name,

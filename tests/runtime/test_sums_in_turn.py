@@ -52,6 +52,8 @@ KINDS: dict[str, Weight] = {
     "norm of order 1": lambda w: w / torch.linalg.vector_norm(w, ord=1),
     "largest size": lambda w: w / torch.linalg.vector_norm(w, ord=float("inf")),
     "logarithm of a sum": lambda w: (w - w.logsumexp(0)).exp(),
+    "number of samples": lambda w: w.abs() * torch.ones_like(w) / torch.ones_like(w).sum(),
+    "none observed": lambda w: torch.where(w.new_zeros(w.shape) > 0, 0.0, w) / (1.0 + torch.zeros_like(w).sum()),
     "clipped": lambda w: w.clamp(max=w.mean() + w.std()),
 }
 
