@@ -37,6 +37,7 @@ from torch.fx.graph_module import _assign_attr as assign_attribute
 from torch.fx.graph_module import _del_attr as delete_attribute
 from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AOTInput",
@@ -51,6 +52,7 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "TorchFunctionMode",
     "allow_plain_beside_dtensor",
     "aot_export_joint_with_descriptors",
@@ -67,6 +69,7 @@ __all__ = [
     "group_named",
     "group_timeout",
     "is_dtensor",
+    "is_fake",
     "is_registered_node",
     "keeps_graph",
     "kernels_under_autocast_of_cpu",
@@ -236,6 +239,11 @@ def is_plain_fake(value: torch.Tensor) -> bool:
         and value.layout == torch.strided
         and not (value.requires_grad or value.is_conj() or value.is_neg() or value._is_zerotensor())
     )
+
+
+def is_fake(value: object) -> bool:
+    """Return whether a value is a tensor without memory of its own, of whatever mode."""
+    return isinstance(value, FakeTensor)
 
 
 def fake_on(

@@ -1,4 +1,6 @@
-"""What Dynamo does not read by itself, and captures let it: branches on finite values, context variables.
+"""What Dynamo does not read by itself, and captures let it: values that are known, and who asks if it is compiled.
+
+Branches on whether values are finite, numbers of tensors that follow from no data, context variables.
 
 Private names of torch, like those of `_torch.py`; where a torch has others, programs are traced as without this file.
 """
@@ -7,9 +9,11 @@ from __future__ import annotations
 
 import dis
 import operator
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,38 +41,17 @@ def branches_on_finite_values(mark: Callable[[Any, str, int], Any]) -> Iterator[
     `if not torch.isfinite(x).all()`, `if x.isnan().any() or x.isinf().any()`: what healthy training never enters.
     `mark(tracer, file, line)` is called for each tensor asked about, as a proxy, before the branch is taken.
     """
-    kinds = [symbolic_convert.InstructionTranslatorBase]
-    for kind in kinds:
-        kinds += [each for each in kind.__subclasses__() if each not in kinds]
-    with ExitStack() as stack:
-        for kind in kinds:
-            table = getattr(kind, "dispatch_table", None)
-            if isinstance(table, list):
-                asked = [_asking(read, mark) if _is_branch(code) else read for code, read in enumerate(table)]
-                stack.enter_context(patch.object(kind, "dispatch_table", asked))
+
+    def decide(translator: Any, condition: fx.Node) -> bool | None:
+        answer = _assumed(condition)
+        if answer is None:
+            return None
+        for each in _asked_about(condition):
+            mark(fx.Proxy(each, translator.output.current_tracer), translator.f_code.co_filename, translator.lineno)
+        return bool(answer)
+
+    with _branches(decide):
         yield
-
-
-def _is_branch(code: int) -> bool:
-    name = dis.opname[code]
-    return ("JUMP" in name and "IF" in name) or name in {"TO_BOOL", "UNARY_NOT"}
-
-
-def _asking(read: Any, mark: Callable[[Any, str, int], Any]) -> Any:
-    """Return the reader of an instruction that first decides a condition on top of the stack that is assumed."""
-
-    def decided(self: Any, instruction: Any) -> Any:
-        condition = self.stack[-1] if self.stack else None
-        if isinstance(condition, TensorVariable):
-            node = condition.as_proxy().node
-            answer = _assumed(node)
-            if answer is not None:
-                for each in _asked_about(node):
-                    mark(fx.Proxy(each, self.output.current_tracer), self.f_code.co_filename, self.lineno)
-                self.stack[-1] = ConstantVariable.create(bool(answer))
-        return read(self, instruction)
-
-    return None if read is None else decided
 
 
 def _assumed(node: object) -> Any:
@@ -130,11 +113,123 @@ def context_variables() -> Iterator[None]:
         yield
 
 
+Asked = tuple[tuple[str, int], ...]
+"""Where it was asked whether code is compiled: files and lines of the innermost calls, innermost first."""
+
+_FRAMES = 3
+_OF_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+
+
 @contextmanager
-def as_if_not_compiled() -> Iterator[None]:
-    """Let what Dynamo reads be told that it is not compiled (`torch.compiler.is_compiling()`), as on one device."""
-    find = getattr(torch_variables, "tracing_state_functions", None)
-    asked: dict[Any, bool] = {} if find is None else find()
-    told = {each: False for each in asked if each in {torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling}}
-    with patch.dict(asked, told):
+def as_if_not_compiled(asked: list[Asked], told: Collection[Asked]) -> Iterator[None]:
+    """Let users' code that Dynamo reads be told that it is not compiled (`torch.compiler.is_compiling()`).
+
+    On one device it is not. Torch's own files are told that they are, which they have to know to be traced. Who asks
+    is added to `asked`; those in `told` are told that they are compiled, like torch.
+    """
+    find = getattr(torch_variables.TorchInGraphFunctionVariable, "_get_handlers", None)
+    handlers: dict[Any, Any] = {} if find is None else find()
+    names = ("is_compiling", "is_dynamo_compiling", "is_exporting")
+    asks = [getattr(torch.compiler, each, None) for each in names] + [torch._dynamo.external_utils.is_compiling]
+
+    def answering(own: Any) -> Any:
+        def answer(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            if tx.f_code.co_filename.startswith(_OF_TORCH):
+                return own(self, tx, *args, **kwargs)
+            where = _innermost(tx)
+            asked.append(where)
+            return own(self, tx, *args, **kwargs) if where in told else ConstantVariable.create(False)
+
+        return answer
+
+    with patch.dict(handlers, {each: answering(handlers[each]) for each in asks if each in handlers}):
         yield
+
+
+def _innermost(tx: Any) -> Asked:
+    frames: list[tuple[str, int]] = []
+    while tx is not None and len(frames) < _FRAMES:
+        frames.append((tx.f_code.co_filename, tx.lineno))
+        tx = getattr(tx, "parent", None)
+    return tuple(frames)
+
+
+@contextmanager
+def known_numbers(value_of: Callable[[fx.Node], torch.Tensor | None]) -> Iterator[None]:
+    """Let Dynamo read numbers out of tensors whose value `value_of` tells: `if`, `item()`, `int()` and their like."""
+    kind: Any = TensorVariable
+    own = kind.call_method
+
+    def known(variable: Any) -> Any:
+        found = value_of(variable.as_proxy().node) if type(variable) is TensorVariable else None
+        return None if found is None else found
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found = known(self) if name in {"item", "tolist"} and not args and not kwargs else None
+        if found is None or (name == "item" and found.numel() != 1):
+            return own(self, tx, name, args, kwargs)
+        return VariableTracker.build(tx, getattr(found, name)())
+
+    def number(name: str, become: Callable[[Any], Any]) -> Any:
+        of_torch = getattr(kind, name)
+
+        def read(self: Any, tx: Any) -> Any:
+            found = known(self)
+            if found is None or found.numel() != 1:
+                return of_torch(self, tx)
+            return ConstantVariable.create(become(found.item()))
+
+        return read
+
+    become: dict[str, Callable[[Any], Any]] = {
+        "bool_impl": bool,
+        "nb_int_impl": int,
+        "nb_index_impl": operator.index,
+        "nb_float_impl": float,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(kind, "call_method", call_method))
+        for name, function in become.items():
+            if hasattr(kind, name):
+                stack.enter_context(patch.object(kind, name, number(name, function)))
+        stack.enter_context(_branches(lambda tx, condition: _decided_by(value_of, condition)))
+        yield
+
+
+def _decided_by(value_of: Callable[[fx.Node], torch.Tensor | None], condition: fx.Node) -> bool | None:
+    found = value_of(condition)
+    return bool(found) if found is not None and found.numel() == 1 else None
+
+
+@contextmanager
+def _branches(decide: Callable[[Any, fx.Node], bool | None]) -> Iterator[None]:
+    """Let `decide(translator, condition)` say which branch Dynamo takes on a tensor; `None` leaves it to Dynamo."""
+    kinds = [symbolic_convert.InstructionTranslatorBase]
+    for kind in kinds:
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
+    with ExitStack() as stack:
+        for kind in kinds:
+            table = getattr(kind, "dispatch_table", None)
+            if isinstance(table, list):
+                asked = [_deciding(read, decide) if _is_branch(code) else read for code, read in enumerate(table)]
+                stack.enter_context(patch.object(kind, "dispatch_table", asked))
+        yield
+
+
+def _is_branch(code: int) -> bool:
+    name = dis.opname[code]
+    return ("JUMP" in name and "IF" in name) or name in {"TO_BOOL", "UNARY_NOT"}
+
+
+def _deciding(read: Any, decide: Callable[[Any, fx.Node], bool | None]) -> Any:
+    """Return the reader of an instruction that first decides a condition on top of the stack."""
+
+    def decided(self: Any, instruction: Any) -> Any:
+        condition = self.stack[-1] if self.stack else None
+        if isinstance(condition, TensorVariable):
+            answer = decide(self, condition.as_proxy().node)
+            if answer is not None:
+                self.stack[-1] = ConstantVariable.create(answer)
+        return read(self, instruction)
+
+    return None if read is None else decided

@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import AOTInput, FakeTensorMode, traced_stack
-from autopar._torch_tracing import as_if_not_compiled
+from autopar._torch_tracing import Asked, as_if_not_compiled
 from autopar.capture.attributes import check_attributes
+from autopar.capture.blanks import make_by_shape
 from autopar.capture.blocks import find_blocks
 from autopar.capture.call import CallSpec, ResultSpec, read_call
 from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable, raises_while_traced
@@ -21,13 +22,17 @@ from autopar.capture.losses import merge_cross_entropy
 from autopar.capture.lower import Names, Placeholder, lower, placeholder, tidy_outputs
 from autopar.capture.masks import simplify_masks
 from autopar.capture.merge import drop_idle_strides, merge_equal
-from autopar.capture.metrics import leave_metrics
+from autopar.capture.metrics import leave_metrics, of_inputs_alone
 from autopar.capture.naming import names_in_order, rename_nodes, renamed_ops, renamed_outputs
 from autopar.capture.origin import layer_path, module_path, user_line
+from autopar.capture.strides import in_plain_order
 from autopar.capture.trace import PREFIX, Traced, trace
 from autopar.capture.unread import drop_unread
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import Graph
+
+_TOLD = 4
+"""Who asks whether it is compiled is told so one after another, up to this many; all others together then."""
 
 
 @dataclass(frozen=True)
@@ -69,45 +74,51 @@ def capture(model: nn.Module, example_inputs: object, *, training: bool = True, 
     if not examples:
         raise no_tensor_inputs(name)
     try:
-        fake, traced = _traced(model, call, examples, training=training, with_backward=with_backward)
+        fake, traced, told = _traced(model, call, examples, training=training, with_backward=with_backward)
         captured = _assemble(name, fake, call, traced, training=training, with_backward=with_backward)
     except AutoparError:
         raise
     except Exception as error:
         raise _explain(name, error) from error
     if traced.changes_python:
-        check_attributes(model, call, examples, training=training, with_backward=with_backward)
+        with as_if_not_compiled([], told):
+            check_attributes(model, call, examples, training=training, with_backward=with_backward)
     return captured
 
 
 def _traced(
     model: nn.Module, call: CallSpec, examples: Sequence[torch.Tensor], *, training: bool, with_backward: bool
-) -> tuple[FakeModel, Traced]:
-    """Return the model's trace, of a copy of it.
+) -> tuple[FakeModel, Traced, set[Asked]]:
+    """Return the model's trace, of a copy of it, and who was told that it is compiled.
 
-    A forward that raises while traced may do so because it was told that it is compiled, and left something out that
-    it makes for itself else (masks in LongT5): then it is traced as one that is not told.
+    Where it asks whether it is compiled, it is told that it is not, as on one device. If it cannot be traced so (it
+    reads values then, as of a mask), who asked last before it failed is told the truth, and so on.
     """
+    name = type(model).__name__
 
     def once() -> tuple[FakeModel, Traced]:
         fake = FakeModel(model, FakeTensorMode(allow_non_fake_inputs=True))
         if fake.module.training != training:
             fake.module.train(training)
         inputs = [fake.fake(each) for each in examples]
-        return fake, trace(fake, call, inputs, with_backward=with_backward, name=type(model).__name__)
+        return fake, trace(fake, call, inputs, with_backward=with_backward, name=name)
 
-    try:
-        return once()
-    except AutoparError:
-        raise
-    except Exception as error:
-        if not raises_while_traced(str(error)):
-            raise
+    asked: list[Asked] = []
+    told: set[Asked] = set()
+    first: Exception | None = None
+    while True:
+        asked.clear()
         try:
-            with as_if_not_compiled():
-                return once()
-        except Exception:  # noqa: BLE001  what was wrong at first is told
-            raise error from None
+            with as_if_not_compiled(asked, told):
+                return *once(), told
+        except Exception as error:
+            untold = [each for each in asked if each not in told]
+            if not untold and first is not None and raises_while_traced(str(error)):
+                raise first from None  # being told is what it fails by
+            if not untold:
+                raise
+            first = first or error
+            told |= {untold[-1]} if len(told) < _TOLD else set(untold)
 
 
 def _assemble(
@@ -117,9 +128,11 @@ def _assemble(
     simplify_masks(joint)
     write_lazy_tensors(joint)
     drop_idle_strides(joint)
+    in_plain_order(joint, name)
     modules = frozenset(path for path, _ in fake.module.named_modules(remove_duplicate=False))
     merge_equal(joint, lambda node: layer_path(module_path(node.meta, modules, PREFIX) or ""))
     merge_cross_entropy(joint)
+    make_by_shape(joint, of_inputs_alone(joint.graph))
     drop_unread(joint)
     names = Names(
         model=name,

@@ -27,8 +27,8 @@ _COUNTED = {"any": (_ATEN.ne.Scalar, _ATEN.gt.Scalar), "all": (_ATEN.eq.Scalar, 
 _SPREADS = {"var": (False, False), "std": (True, False), "var_mean": (False, True), "std_mean": (True, True)}
 """Whether it is the root, and whether the mean comes with it."""
 
-_NORMS = frozenset({1, 2, math.inf, -math.inf})
-"""Orders of norms that are the norm of norms."""
+_OF_THEMSELVES = frozenset({"linalg_vector_norm", "logsumexp"})
+"""Reductions that are the same reduction of those of parts: norms of every order but 0, logarithms of sums."""
 
 
 def compose_reductions(
@@ -63,7 +63,7 @@ def _composed(graph: fx.Graph, node: fx.Node, above: int, small: int) -> fx.Node
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.partition("::")[2]
-    if name not in _COUNTED and name not in _SPREADS and name != "linalg_vector_norm":
+    if name not in _COUNTED and name not in _SPREADS and name not in _OF_THEMSELVES:
         return None
     given = _arguments(node, target)
     source = given["self"]
@@ -77,17 +77,23 @@ def _composed(graph: fx.Graph, node: fx.Node, above: int, small: int) -> fx.Node
     with graph.inserting_before(node):
         if name in _COUNTED:
             return make.counted(name, source, dims, keepdim=given.get("keepdim", False))
+        if name in _OF_THEMSELVES and (given.get("dtype") is not None or value.dtype in _HALVES):
+            return None
         if not above:
-            return None if name == "linalg_vector_norm" else make.around_mean(name, source, dims, given)
+            made = {"linalg_vector_norm": make.root_of_powers, "logsumexp": make.logarithm}.get(name)
+            return make.around_mean(name, source, dims, given) if made is None else made(source, dims, given)
         rest = value.numel() // math.prod(value.shape[dim] for dim in others)
         if not others or rest > small:
             return None
         if name == "linalg_vector_norm":
-            order = given["ord"]
-            if order not in _NORMS or given["dtype"] is not None or value.dtype in _HALVES:
+            if given["ord"] == 0:
                 return None
-            inner = make(_ATEN.linalg_vector_norm.default, source, order, others, True)
-            return make(_ATEN.linalg_vector_norm.default, inner, order, dims, given["keepdim"])
+            inner = make(_ATEN.linalg_vector_norm.default, source, given["ord"], others, True)
+            return make(_ATEN.linalg_vector_norm.default, inner, given["ord"], dims, given["keepdim"])
+        if name == "logsumexp":
+            return make(
+                _ATEN.logsumexp.default, make(_ATEN.logsumexp.default, source, others, True), dims, given["keepdim"]
+            )
         return make.spread(name, source, dims, others, given)
 
 
@@ -143,6 +149,25 @@ class _Maker:
         around = self(_ATEN.sub.Tensor, wide, self(_ATEN.mean.dim, wide, dims, True))
         squares = self(_ATEN.mean.dim, self(_ATEN.mul.Tensor, around, around), dims, keep)
         return self._finished(name, source, dims, given, squares, lambda: self(_ATEN.mean.dim, wide, dims, keep))
+
+    def root_of_powers(self, source: fx.Node, dims: list[int], given: dict[str, Any]) -> fx.Node | None:
+        """Return a norm, of the sum of what its elements add to it."""
+        order, keep, sizes = given["ord"], given["keepdim"], self(_ATEN.abs.default, source)
+        if order == 0:
+            return None
+        if math.isinf(order):
+            return self(_ATEN.amax.default if order > 0 else _ATEN.amin.default, sizes, dims, keep)
+        powers = sizes if order == 1 else self(_ATEN.pow.Tensor_Scalar, sizes, order)
+        total = self(_ATEN.sum.dim_IntList, powers, dims, keep)
+        return total if order == 1 else self(_ATEN.pow.Tensor_Scalar, total, 1 / order)
+
+    def logarithm(self, source: fx.Node, dims: list[int], given: dict[str, Any]) -> fx.Node:
+        """Return the logarithm of a sum of exponentials, of the sum of those below the largest."""
+        largest = self(_ATEN.amax.default, source, dims, True)
+        below = self(_ATEN.exp.default, self(_ATEN.sub.Tensor, source, largest))
+        total = self(_ATEN.log.default, self(_ATEN.sum.dim_IntList, below, dims, True))
+        found = self(_ATEN.add.Tensor, total, largest)
+        return found if given["keepdim"] else self(_ATEN.squeeze.dims, found, dims)
 
     def _wide(self, source: fx.Node) -> fx.Node:
         halves = source.meta["val"].dtype in _HALVES

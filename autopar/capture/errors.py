@@ -49,6 +49,14 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
         "give classes and indices as int64: y.long()",
     ),
     (
+        r"buffer '.*' of shape .* becomes",
+        "its forward puts a buffer of another shape in the place of one",
+        (
+            "if it does so at its first call alone (a table that is made for the inputs), run the model once on these "
+            "inputs before it is compiled; else compute that tensor in forward, or make the buffer as large at once"
+        ),
+    ),
+    (
         _RAISES,
         "its forward raises on inputs of these shapes and types",
         (
@@ -134,6 +142,16 @@ def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
         f"{model} cannot be captured: its forward changes the trained parameter {parameter}{place}\n"
         "change it outside of forward (under torch.no_grad(), after optimizer.step(); so for max_norm of "
         "nn.Embedding), or use a changed copy: weight = self.weight.clamp(...)"
+    )
+
+
+def memory_with_gaps(model: str, shape: Sequence[int], stride: Sequence[int], where: str) -> CaptureError:
+    """Return the error for a view by strides of a tensor that is itself a part of a larger one."""
+    place = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{model} cannot be captured: as_strided reads the memory of a tensor of shape {list(shape)} and strides "
+        f"{list(stride)}, which has gaps, so that it shows elements of other tensors{place}\n"
+        "take the view of the whole tensor, of x.contiguous(), or use unfold, narrow or flip"
     )
 
 

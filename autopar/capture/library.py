@@ -11,6 +11,8 @@
 - `torch.jit.isinstance` of a plain class is Python's own `isinstance`.
 - `torch.linalg.inv`, `cholesky` and `solve` refuse singular matrices, by an operator that must stay in order with
   others; here it need not, and is dropped with the other checks.
+- Nobody captures a CUDA graph of a model that autopar captures: `torch.cuda.is_current_stream_capturing()` is false.
+- `module.to(dtype)` in forward, where the module has that dtype already, changes nothing (Switch's router).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.distributions import Distribution, kl
 from torch.nn import functional
 from torch.nn.modules import transformer
@@ -45,6 +48,9 @@ def without_value_checks() -> Iterator[None]:
         stack.enter_context(patch.object(torch, "bincount", _bincount))
         stack.enter_context(patch.object(torch.Tensor, "bincount", _bincount))
         stack.enter_context(patch.object(torch.jit, "isinstance", _isinstance))
+        for library in (torch.cuda, torch.xpu):
+            stack.enter_context(patch.object(library, "is_current_stream_capturing", _is_capturing, create=True))
+        stack.enter_context(patch.object(nn.Module, "_apply", _apply))
         stack.enter_context(without_effect("aten::_linalg_check_errors"))
         Distribution.set_default_validate_args(False)
         try:
@@ -111,6 +117,22 @@ _torch_bincount = torch.bincount
 
 def _isinstance(value: object, kind: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else _jit_isinstance(value, kind)  # type: ignore[no-untyped-call]
+
+
+def _is_capturing() -> bool:
+    return False
+
+
+def _apply(self: nn.Module, function: Any, recurse: bool = True) -> Any:
+    """Return the module as it is, if that is all that the function would make of it; else torch's to refuse."""
+    for each in (*self.parameters(), *self.buffers()):
+        made = function(each)
+        if made.dtype is not each.dtype or made.device != each.device or made.shape != each.shape:
+            return _torch_apply(self, function, recurse)  # type: ignore[no-untyped-call]
+    return self
+
+
+_torch_apply = nn.Module._apply
 
 
 def _gaussian_nll_loss(

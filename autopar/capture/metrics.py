@@ -103,7 +103,7 @@ def leave_metrics(
     results = [at for at, each in enumerate(outputs) if each.kind == "output"]
     free = [at for at in results if end.args[0][at] is not None and outputs[at].name not in trained]
     needed = _ancestors(node for at, node in enumerate(end.args[0]) if node is not None and at not in free)
-    given_alone = _of_inputs_alone(joint.graph)
+    given_alone = of_inputs_alone(joint.graph)
     if compose_reductions(joint.graph, _of_batch(joint.graph, batch), needed, given_alone, _SMALL):
         pairs = zip(outputs, end.args[0], strict=True)
         outputs = [each if node is None else replace(each, ref=reference(node)) for each, node in pairs]
@@ -255,7 +255,7 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
     return [each for each in found if isinstance(each, torch.Tensor)]
 
 
-def _of_inputs_alone(graph: fx.Graph) -> set[fx.Node]:
+def of_inputs_alone(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that no parameter, buffer or gradient has a part in."""
     found: set[fx.Node] = set()
     for node in graph.nodes:

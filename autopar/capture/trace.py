@@ -27,9 +27,10 @@ from autopar._torch import (
     without_progress_thread,
     without_source_text,
 )
-from autopar._torch_tracing import context_variables
+from autopar._torch_tracing import context_variables, known_numbers
 from autopar.capture.bags import open_bags
 from autopar.capture.call import CallSpec, ResultSpec, open_records
+from autopar.capture.constants import value_of
 from autopar.capture.dtypes import require_dtypes
 from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
@@ -38,6 +39,7 @@ from autopar.capture.flex import flex_attention_in_plain_operators
 from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write, masks_for_places
 from autopar.capture.origin import user_line
+from autopar.capture.strides import look_up_windows
 
 PREFIX = "model"
 """Name of the user's model inside the traced module."""
@@ -85,7 +87,7 @@ class _Program(nn.Module):
             assigned = _at(self.model, path)
             if assigned is not held:
                 if assigned.shape != held.shape:
-                    raise ValueError(f"{path[-1]!r} of shape {list(held.shape)} becomes {list(assigned.shape)}")
+                    raise ValueError(f"buffer {path[-1]!r} of shape {list(held.shape)} becomes {list(assigned.shape)}")
                 held.copy_(assigned)
         return open_records(made)
 
@@ -134,6 +136,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         compute_everywhere(graph)
         _require_static(graph, name)
         open_bags(graph)
+        look_up_windows(graph)
         choose_by_masks(graph)
         counting = counting_write(graph) if with_backward else None
         if counting is not None:
@@ -195,6 +198,7 @@ def _ambient(with_backward: bool) -> Iterator[None]:
         stack.enter_context(flex_attention_in_plain_operators())
         stack.enter_context(taken_to_be_finite())
         stack.enter_context(context_variables())
+        stack.enter_context(known_numbers(value_of))
         yield
 
 

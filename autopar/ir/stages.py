@@ -14,6 +14,7 @@ from math import prod
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op, once_per_graph
+from autopar.ir.parameter_rows import parameter_rows, read_parameters
 from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.twins import Twin, branch, lies_in, twins
 from autopar.suggest import did_you_mean
@@ -41,10 +42,10 @@ def units(graph: Graph) -> tuple[Unit, ...]:
     """Return the blocks between which the program may be cut, in program order: at least one.
 
     They are the children of module lists (`model.layers.7`), of the outer ones where lists are nested; without lists,
-    the innermost modules that hold parameters. Blocks between what reads a buffer and what gives it its new value are
-    one. Operators of no block belong to the block running before them, those before the first block to the first.
-    Blocks of a frozen branch that is built like a trained one (a teacher beside its student) belong to their
-    counterparts.
+    the innermost modules that hold parameters, and the parameters of lists (`weights.7`). Blocks between what reads a
+    buffer and what gives it its new value are one. Operators of no block belong to the block running before them, those
+    before the first block to the first. Blocks of a frozen branch that is built like a trained one (a teacher beside
+    its student) belong to their counterparts.
     """
     followers = [twin.frozen for twin in _twins(graph)]
     starts = _starts(graph, _block_paths(graph))
@@ -118,6 +119,7 @@ def _block_paths(graph: Graph) -> tuple[str, ...]:
     if blocks:
         return tuple(blocks)
     used = {path for path in holders if any(lies_in(module, path) for module in modules)}
+    used |= parameter_rows(graph)
     return tuple(sorted(path for path in used if not any(path != q and lies_in(q, path) for q in used)))
 
 
@@ -177,6 +179,11 @@ def _starts(graph: Graph, paths: Iterable[str]) -> dict[str, int]:
             path = _longest(op.module, known)
             if path is not None:
                 found.setdefault(path, graph.position[op.name])
+    rows = known & parameter_rows(graph)
+    for name, read in read_parameters(graph).items():
+        if rows and name in visible and name not in shared and _runs(graph.by_name[name]):
+            for path in read & rows:
+                found.setdefault(path, graph.position[name])
     return found
 
 
@@ -234,6 +241,7 @@ def _known_paths(graph: Graph) -> set[str]:
     """Return the paths of all modules that run or hold parameters, their parents included."""
     modules = {op.module for op in graph.ops if op.kind == "call"}
     modules |= {path for op in graph.ops if op.kind in {"parameter", "buffer"} for path in _holders(graph, op)}
+    modules |= parameter_rows(graph)
     return {".".join(m.split(".")[:n]) for m in modules for n in range(1, len(m.split(".")) + 1)} | {""}
 
 

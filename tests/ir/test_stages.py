@@ -42,6 +42,22 @@ class Deep(nn.Module):
         return x.sum()
 
 
+class Functions(nn.Module):
+    """Layers as functions of lists of parameters, the last tied to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.weights = nn.ParameterList(torch.randn(8, 8) for _ in range(3))
+        self.biases = nn.ParameterList(torch.zeros(8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = torch.tanh(x @ weight + bias)
+        return (x @ self.weights[0].t()).sum()
+
+
 def graph_of(name: str, **how: bool) -> Graph:
     model, example = {**cases(), **branching()}[name]
     return remembered(model, example, **how).graph
@@ -62,6 +78,16 @@ def test_layers_of_module_lists_are_the_blocks_in_the_order_they_run():
 
 def test_without_module_lists_blocks_are_the_modules_that_hold_parameters():
     assert paths(graph_of("tied")) == ["embed", "norm", "qkv", "out", "head"]
+
+
+def test_parameters_of_lists_are_blocks_where_layers_are_functions_of_them():
+    graph = remembered(Functions(), (torch.randn(4, 8),)).graph
+
+    layers = [f"{name}.{at}" for at in range(3) for name in ("weights", "biases")]
+    assert paths(graph) == ["embed", *layers]
+    found = stage_of(graph, [["embed", *layers[:2]], layers[2:]])
+    assert found[next(op.name for op in graph.ops if op.target == "weights.1")] == 1
+    assert {found[op.name] for op in graph.ops if op.target == "aten.tanh.default"} == {0, 1}
 
 
 def test_a_list_of_lists_of_layers_is_cut_between_the_layers_but_not_between_experts():

@@ -48,6 +48,12 @@ KINDS: dict[str, Weight] = {
     "between least and largest": lambda w: (w - w.amin(0)) / (w.amax(0) - w.amin(0)),
     "if any": lambda w: torch.where((w > 2).any(), w, -w),
     "if all": lambda w: torch.where((w > 2).all(), w, -w),
+    "norm of order 3": lambda w: w / torch.linalg.vector_norm(w, ord=3),
+    "norm of order 1": lambda w: w / torch.linalg.vector_norm(w, ord=1),
+    "largest size": lambda w: w / torch.linalg.vector_norm(w, ord=float("inf")),
+    "logarithm of a sum": lambda w: (w - w.logsumexp(0)).exp(),
+    "number of samples": lambda w: w.abs() * torch.ones_like(w) / torch.ones_like(w).sum(),
+    "none observed": lambda w: torch.where(w.new_zeros(w.shape) > 0, 0.0, w) / (1.0 + torch.zeros_like(w).sum()),
     "clipped": lambda w: w.clamp(max=w.mean() + w.std()),
 }
 
