@@ -449,7 +449,7 @@ def _check(read: TrainingRow) -> None:
         raise CostModelError(f"first_k_dense is {sizes.mixture.dense_layers} of {sizes.layers} layers")
     if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node and not _link_domain(read.joined_like):
         raise CostModelError(f"{read.gpus} GPUs do not fill nodes of {read.gpus_per_node}")
-    if read.gpus > read.gpus_per_node and not read.nic_bytes_per_s:
+    if read.gpus > max(read.gpus_per_node, _link_domain(read.joined_like)) and not read.nic_bytes_per_s:
         raise CostModelError(
             f"{read.gpus} GPUs on nodes of {read.gpus_per_node}, and no inter_node_Gbit_per_s_per_node"
         )
