@@ -35,8 +35,9 @@ tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h: means, sums, p
 """
 
 _FRAMEWORKS = (
-    (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", CORE),
+    (r"nemo|megatron.?bridge", CORE),
     (r"megatron.?core|mcore|primus", CORE_ALONE),
+    (r"transformer.?engine|\bte\b", CORE),
     (
         r"hai.?llm",
         replace(
