@@ -35,9 +35,9 @@ tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h: means, sums, p
 """
 
 _FRAMEWORKS = (
-    (r"nemo|megatron.?bridge", CORE),
+    # Tables of NVIDIA's own recipes call them Megatron-Core with `te`; its own scripts run Transformer Engine unnamed.
+    (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", CORE),
     (r"megatron.?core|mcore|primus", CORE_ALONE),
-    (r"transformer.?engine|\bte\b", CORE),
     (
         r"hai.?llm",
         replace(

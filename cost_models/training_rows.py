@@ -169,6 +169,9 @@ class TrainingRow:
     recompute: str
     measured_step_s: float
     measured_peak_bytes: float | None
+    measured_alone: bool = False
+    """Whether that is what tensors took (`torch.cuda.max_memory_allocated`), not what a process held."""
+
     described: DeviceSpec | None = None
     """The device by the row's figures; None: it is the catalogue's."""
 
@@ -225,6 +228,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     dp, of_replicas = _replicas(row, tp * pp * cp)
     per_node, of_node = per_node_of(row)
     micro_batch, global_batch = batches_of(row, dp)
+    peak_bytes, alone = peak_bytes_of(row)
     _require_experts(ep, dp, architecture)
     framework = text_of(row, "framework")
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
@@ -263,7 +267,8 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         global_batch=global_batch,
         recompute=recompute_of(row),
         measured_step_s=step_s_of(row),
-        measured_peak_bytes=peak_bytes_of(row),
+        measured_peak_bytes=peak_bytes,
+        measured_alone=alone,
         assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_node, of_framework, optimizer_of(row)))),
     )
     _check(read)

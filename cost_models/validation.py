@@ -153,6 +153,8 @@ _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("decoder_seq_length", "seq_len_dec", "seq_length_dec", "target_seq_len"), "decoder_seq_len"),
     **dict.fromkeys(("encoder_seq_len", "encoder_seq_length"), "seq_len"),
     **dict.fromkeys(("mtp", "mtp_num_layers", "num_nextn_predict_layers", "mtp_depth"), "mtp_layers"),
+    **dict.fromkeys(("peak_memory_gib", "max_memory_reserved_gib"), "measured_peak_gib"),
+    **dict.fromkeys(("max_memory_allocated_gib", "peak_allocated_gib"), "measured_allocated_gib"),
     **dict.fromkeys(("tgs", "tokens_per_sec_per_gpu", "tokens_per_second_per_gpu"), "tokens_per_s_per_gpu"),
     **dict.fromkeys(("tokens_per_sec", "tokens_per_second"), "tokens_per_s"),
     **dict.fromkeys(("samples_per_sec", "samples_per_second"), "samples_per_s"),

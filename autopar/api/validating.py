@@ -133,7 +133,10 @@ def _price(line: int, read: TrainingRow) -> Priced | Skipped:
 
 
 def _process_bytes(read: TrainingRow, held: Memory) -> float:
-    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them."""
+    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them.
+
+    Of rows that print what tensors took, of these alone.
+    """
     short = read.precision != "fp32"
     flat = 0.0
     if short and read.stack.flat_copies:
@@ -146,6 +149,8 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
     gradients = held.gradients / (read.dp_shard * read.cp) if read.zero == _SHARDED_GRADIENTS else held.gradients
     resting = held.parameters + gradients + held.optimizer
     moving = held.activations + held.temporary
+    if read.measured_alone:
+        return resting + moving + flat
     return process_bytes(resting, moving, read.spec, groups=groups, flat=flat)
 
 

@@ -103,3 +103,18 @@ def test_a_row_may_say_its_dropout():
     ]
 
     assert drops == [True, False, False, True, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "peak", "alone"),
+    [
+        ({}, None, False),
+        ({"measured_peak_gib": "40"}, 40 * 2**30, False),
+        ({"measured_allocated_gib": "30"}, 30 * 2**30, True),
+        ({"measured_peak_gib": "40", "measured_allocated_gib": "30"}, 40 * 2**30, False),
+    ],
+)
+def test_memory_is_a_processs_or_that_of_its_tensors(change: dict[str, str], peak: float | None, alone: bool):
+    read = _read(**change)
+
+    assert (read.measured_peak_bytes, read.measured_alone) == (peak, alone)

@@ -34,22 +34,6 @@ def test_the_first_wide_arrays_are_new_to_software():
     assert rates[0] < rates[1] == catalogued_device("tpu-v6e").matmul_efficiency_for("bf16")
 
 
-@pytest.mark.parametrize(
-    ("framework", "overlaps"),
-    [
-        ("megatron-core", False),
-        ("megatron-core 0.6 (te)", False),
-        ("Megatron-Core + TE", False),
-        ("nemo (megatron-core, te)", True),
-        ("megatron-bridge", True),
-    ],
-)
-def test_layers_of_transformer_engine_are_no_recipe_of_nemos(framework: str, overlaps: bool):
-    stack = stack_of(framework, compiled=False).of_year(2024)
-
-    assert (stack.overlaps_tensor, stack.float32_gradients) == (overlaps, not overlaps)
-
-
 def test_what_one_domain_of_links_joins_needs_no_rate_between_nodes():
     cluster = training_cluster(read_training_row(SLICE))
 
