@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from cost_models import catalog
-from cost_models.cells import Cells, choice_of, count_of, positive_of, said, text_of
+from cost_models.cells import Cells, choice_of, count_of, number_of, positive_of, said, text_of
 from cost_models.device import DeviceSpec
 from cost_models.device_file import read_device
 from cost_models.device_names import catalogued_name
@@ -98,7 +98,7 @@ def precision_of(row: Cells) -> tuple[str, str]:
         return "bf16", "fp8"
     if text in _TF32:
         return "fp32", "tf32"
-    name = re.sub(r"^(amp|mixed|pure|true)[_ -]|[_ -](mixed|amp|true|pure)$", "", text)
+    name = re.sub(r"^(amp|mixed|pure|true)[_ -]|[_ -](\(?(mixed|amp|autocast)( precision)?\)?|true|pure)$", "", text)
     name = _TYPE_NAMES.get(name, name)
     if name not in _PRECISIONS:
         of_mixed = ": mixed with which of them?" if name in {"amp", "mixed", "mixed precision", "o1", "o2"} else ""
@@ -121,6 +121,7 @@ def recompute_of(row: Cells) -> str:
         return "full"
     if _PARTLY.fullmatch(text) and text not in _RECOMPUTE:
         raise CostModelError(f"recompute is {text!r}: that some layers are recomputed and others not is not priced")
+    text = re.sub(r"^(?:gradient|activation)s?[ _-]?checkpoint(?:ing)?[ :_(-]+(full|selective)\)?$", r"\1", text)
     plain = re.sub(r"^(full|selective)[ _/:(-].*$", r"\1", text)
     known = _RECOMPUTE.get(plain, _RECOMPUTE.get(re.sub(r"[ -]", "_", plain)))
     if known is None:
@@ -133,9 +134,16 @@ def is_encoder(row: Cells) -> bool:
     return _plain(text_of(row, "family")) in _ENCODERS
 
 
-def drops(row: Cells) -> bool:
-    """Return whether models of a row's family are trained with dropout, in software whose attention is not fused."""
-    return _plain(text_of(row, "family")) not in _OF_IMAGES
+def drops(row: Cells, *, fused: bool) -> bool:
+    """Return whether a row's model was trained with dropout: as said, else as most of its family are.
+
+    Those of images have none, and others no more since their attention is fused.
+    """
+    if (row.get("dropout") or "").strip().lower() in {"none", "no", "off", "false"}:
+        return False
+    if said(row, "dropout"):
+        return number_of(row, "dropout") > 0
+    return not fused and _plain(text_of(row, "family")) not in _OF_IMAGES
 
 
 def _plain(text: str) -> str:
@@ -202,7 +210,12 @@ def zero_stage_of(row: Cells) -> int:
     text = (row.get("zero") or "").strip().lower()
     if "offload" in text:
         raise CostModelError(f"zero is {text!r}: state kept in the host's memory is not priced")
-    plain = re.sub(r"stage|[ -]", "", text).replace("zero_", "zero").replace("__", "_").removesuffix(".0")
+    plain = (
+        re.sub(r"stage_?|deepspeed_?|[ -]|(?<=zero)_(?=[0-3])", "", text)
+        .replace("zero_", "zero")
+        .replace("__", "_")
+        .removesuffix(".0")
+    )
     if plain in {"0", "1", "2", "3"}:
         return int(plain)
     for pattern, stage in _SHARDED:
@@ -258,6 +271,11 @@ def described_device(row: Cells) -> DeviceSpec | None:
     """
     if not any(said(row, column) for column in _DESCRIBED):
         return None
+    if missing := [column for column in _DESCRIBED if not said(row, column)]:
+        raise CostModelError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: a device is described by"
+            f" {', '.join(_DESCRIBED)} together"
+        )
     peak, size, rate = (positive_of(row, column) for column in _DESCRIBED)
     precision, narrow = precision_of(row)
     compute = {narrow: f"{peak}TFLOP/s", precision: f"{peak / 2}TFLOP/s"} if narrow else {precision: f"{peak}TFLOP/s"}
@@ -277,7 +295,7 @@ def device_of(row: Cells, link_gb_per_s: float) -> tuple[str, str]:
     Raises:
         CostModelError: the catalogue has no such device.
     """
-    text = text_of(row, "device")
+    text = re.sub(r"^\d+ ?[x\u00d7*] ?", "", text_of(row, "device"))
     board = "pcie" if 0 < link_gb_per_s < _NVLINK_GB_PER_S else "sxm"
     for more in ("", *(f" {built} {size}" for built in (board, "") for size in _SIZES)):
         try:

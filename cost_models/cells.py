@@ -98,9 +98,15 @@ def count_of(row: Cells, column: str) -> int:
     return int(value)
 
 
-def peak_bytes_of(row: Cells) -> float | None:
-    """Return the measured peak memory in bytes; None where a row has none."""
-    return positive_of(row, "measured_peak_gib") * 2**30 if said(row, "measured_peak_gib") else None
+def peak_bytes_of(row: Cells) -> tuple[float | None, bool]:
+    """Return the measured peak memory in bytes, None where a row has none, and whether it is that of tensors alone.
+
+    What a process holds (`measured_peak_gib`) goes before what was allocated in it (`measured_allocated_gib`).
+    """
+    for column, alone in (("measured_peak_gib", False), ("measured_allocated_gib", True)):
+        if said(row, column):
+            return positive_of(row, column) * 2**30, alone
+    return None, False
 
 
 def has_degree(row: Cells, column: str) -> bool:

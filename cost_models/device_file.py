@@ -7,10 +7,12 @@ refused where the device can be recognised.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf, log
 from typing import Any
 
 from cost_models import catalog, units
 from cost_models.device import DTYPE_ALIASES, DTYPE_BYTES, DeviceSpec, canonical_dtype, catalogued_device
+from cost_models.device_names import series_of
 from cost_models.errors import shown, suggestion
 from cost_models.section import Section
 
@@ -48,6 +50,10 @@ _PLAUSIBLE_OVER_PRESET = 1.25
 # For a device that is described without a preset: the fractions of an A100 (gpu)
 # or of one core (cpu), which the file can override. Assumed.
 _GENERIC = {"gpu": "a100-sxm-80gb", "cpu": "cpu"}
+
+
+_SAME_SERIES = 2.5
+"""Figures of one series differ by this much from a member to the next: a chip's halves, a generation."""
 
 
 def read_device(name: str, section: Section) -> DeviceSpec:
@@ -125,8 +131,8 @@ def device_document(device: DeviceSpec) -> dict[str, Any]:
 def _base(name: str, section: Section, peaks: dict[str, float]) -> DeviceSpec:
     """Return the device whose figures hold where the section is silent.
 
-    The preset; else the catalogue device with the same bandwidth and rates;
-    else the efficiencies of a generic one, without tile quantisation.
+    The preset; else the catalogue device with the same bandwidth and rates; else the efficiencies of the nearest of its
+    series, by name, or of a generic one, both without tile quantisation.
     """
     if "preset" in section:
         preset = section.text("preset")
@@ -140,11 +146,38 @@ def _base(name: str, section: Section, peaks: dict[str, float]) -> DeviceSpec:
         raise section.error("names no rate; give at least one, such as {bf16: 312TFLOP/s}", "compute")
     kind = section.choice("kind", _GENERIC, "gpu")
     bandwidth = section.section("memory").positive("bandwidth", units.parse_bandwidth)
+    series = _known_series(name)
     for each in map(catalogued_device, catalog.names("devices")):
+        if series and series_of(each.name) != series:
+            continue
         same_rates = all(_close(rate, each.peak_flops.get(dtype, 0.0)) for dtype, rate in peaks.items())
         if each.kind == kind and same_rates and _close(bandwidth, each.memory_bytes_per_s):
             return replace(each, peak_flops={})
+    if kind == "gpu" and (kin := _of_series(series, peaks, bandwidth)) is not None:
+        return replace(kin, peak_flops={}, multiprocessors=0)
     return replace(catalogued_device(_GENERIC[kind]), peak_flops={}, matmul_efficiency={}, multiprocessors=0)
+
+
+def _known_series(name: str) -> str:
+    """Return the series that a name tells, if the catalogue has any of it; else empty."""
+    series = series_of(name)
+    return series if series in map(series_of, catalog.names("devices")) else ""
+
+
+def _of_series(series: str, peaks: Mapping[str, float], bandwidth: float) -> DeviceSpec | None:
+    """Return the device of the catalogue of a series (`mi` of `mi350x`) whose figures are nearest.
+
+    Libraries are written for a series, and are as far from the peaks of all of it. None where no device of that series
+    has figures within `_SAME_SERIES` of these: a name may be anybody's.
+    """
+    found: list[tuple[float, str]] = []
+    for each in catalog.names("devices"):
+        spec = catalogued_device(each)
+        shared = [abs(log(rate / spec.peak_flops[dtype])) for dtype, rate in peaks.items() if dtype in spec.peak_flops]
+        if series_of(each) == series and shared:
+            found.append((max(*shared, abs(log(bandwidth / spec.memory_bytes_per_s))), each))
+    far, nearest = min(found, default=(inf, ""))
+    return catalogued_device(nearest) if far <= log(_SAME_SERIES) else None
 
 
 def _or_base(section: Section, key: str, parse: Any, base: Any) -> Any:

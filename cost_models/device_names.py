@@ -46,6 +46,16 @@ def catalogued_name(text: str) -> str:
     return best[0]
 
 
+def series_of(text: str) -> str:
+    """Return the letters before the number of a device's name (`mi350x`: `mi`); empty where it has none.
+
+    Cards' names have them apart (`RTX 3090 Ti`), and makers' names before them.
+    """
+    words = [word for word in re.split(r"[ _/-]+", text.lower()) if word not in _MAKERS or word == "rtx"]
+    found = re.match(r"([a-z]+)(?=\d|$)", words[0]) if words else None
+    return found[1] if found and (found.end() < len(words[0]) or words[1:2]) else ""
+
+
 def _words(text: str) -> frozenset[str]:
     # Modules of 120, 240 and 480 GB are named by their hosts' memory; their device has 96 GB.
     text = re.sub(r"gh200[ _-]*(120|240|480) ?gb", "gh200 96gb", text.lower())

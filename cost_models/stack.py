@@ -7,8 +7,9 @@ summed in, what recomputation runs again.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cost_models import catalog
 from cost_models.device import FLASH_1_HEADS, DeviceSpec
@@ -125,6 +126,12 @@ class Stack:
     per_operator: bool = False
     """Whether selective recomputation goes by operator (torchtitan's) instead of repeating attention's core."""
 
+    saves_products: bool = False
+    """Whether selective recomputation keeps matrix products alone: `minimal` of MaxText, `SAVE_DOT_ONLY` of paxml.
+
+    JAX's `dots_with_no_batch_dims_saveable` (jax/_src/ad_checkpoint.py).
+    """
+
     reruns_cheap: bool = False
     """Whether backward computes again what it can fuse, where nothing is said to be recomputed, instead of keeping it.
 
@@ -141,6 +148,13 @@ class Stack:
     Megatron-DeepSpeed got `--pp-partition-method type:transformer|embedding` in the week in which its bf16 became that
     of DeepSpeed's BF16_Optimizer (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, 27 and 28
     February 2022).
+    """
+
+    shards_states_from: int = 0
+    """Year from which states of bf16 parameters are sharded over replicas where no ZeRO stage is on; 0: never.
+
+    DeepSpeed's BF16_Optimizer, which it takes where gradients of bf16 are summed in float32, as without ZeRO by default
+    (runtime/engine.py): `bf16_partitioned_groups`, `all_gather_dp_groups` of runtime/bf16_optimizer.py, spring 2022.
     """
 
     flat_copies: bool = False
@@ -220,12 +234,13 @@ class Stack:
     def of_year(self, year: int) -> Stack:
         """Return the stack as it was then."""
         if 0 < self.core_from <= year:
-            core = _CORE_ALONE.of_year(year)
+            core = CORE_ALONE.of_year(year)
             return core if self.kernels == "fused" else replace(core, kernels=self.kernels, cross_entropy="")
         return replace(
             self,
             float32_gradients=self.float32_gradients and not 0 < self.short_gradients_from <= year,
             hides_backward=self.hides_backward and year >= _ASYNCHRONOUS_BACKWARD,
+            shards_states_from=self.shards_states_from if year >= self.shards_states_from else 0,
             weighs_inside_from=self.weighs_inside_from if year >= self.weighs_inside_from else 0,
             replays_from=self.replays_from if year >= self.replays_from else 0,
             joins_exchanges_from=self.joins_exchanges_from if year >= self.joins_exchanges_from else 0,
@@ -248,7 +263,7 @@ class Stack:
         2023).
         """
         entry, every = catalog.entry("stacks", self.kernels), catalog.entry("stacks", "all")
-        sustained = catalog.number(every, "sustained")
+        sustained = catalog.number(_known(device), "sustained", catalog.number(every, "sustained"))
         if device.released:
             early = catalog.number(every, "early") * max(0.0, 1.0 - (year - device.released) / _MATURE_AFTER_YEARS)
             sustained *= 1.0 - early
@@ -278,8 +293,12 @@ class Stack:
 
 def _is_in_racks(device: DeviceSpec) -> bool:
     """Return whether the device is made for racks that NVLink joins."""
-    known = catalog.entry("devices", device.catalog) if device.catalog else {}
-    return catalog.number(known, "link_domain", 0) > 0
+    return catalog.number(_known(device), "link_domain", 0) > 0
+
+
+def _known(device: DeviceSpec) -> Mapping[str, Any]:
+    """Return what the catalogue says of a device; nothing of one that a user describes."""
+    return catalog.entry("devices", device.catalog) if device.catalog else {}
 
 
 _PLAIN = ("float32", "float64")
@@ -298,7 +317,7 @@ _EARLY_STOP = 2024
 """The first whole year of torch 2.1 (October 2023)."""
 
 
-_CORE = Stack(
+CORE = Stack(
     "fused",
     float32_gradients=True,
     overlaps=True,
@@ -320,8 +339,8 @@ _CORE = Stack(
 )
 """Megatron-Core as NeMo's recipes run it: with `--tp-comm-overlap`, off by default, which Transformer Engine does."""
 
-_CORE_ALONE = replace(
-    _CORE,
+CORE_ALONE = replace(
+    CORE,
     overlaps_tensor=False,
     hides_backward=True,
     short_gradients_from=0,
@@ -329,164 +348,3 @@ _CORE_ALONE = replace(
     joins_exchanges_from=0,
 )
 """Megatron-Core as its own scripts run it."""
-
-_PYTORCH = Stack("eager", float32_gradients=False, overlaps=True, stops_early=True, autocasts=True)
-"""PyTorch's own operators. Its way of mixed precision is autocast (torch.amp), that of FSDP is `MixedPrecision`."""
-
-_HALVED = r"apex|llm\.c\b|intern(lm|evo)|colossal|fair(seq|scale)|metaseq|olmo|lingua"
-"""Software of PyTorch's operators that casts models as a whole instead.
-
-Apex's O2, which NVIDIA's examples of BERT ask for; `NaiveAMPModel` of InternLM; `model.half()` of Colossal-AI's Gemini
-and of fairseq; `floatX` of llm.c. OLMo runs under autocast with norms of its own that stay in 16 bits.
-"""
-
-_AUTOCASTING = (
-    r"lightning|fabric|lit.?gpt|accelerate|hugging|\bhf\b|transformers|axolotl|llama.?factory|\btrl\b|ms.?swift"
-)
-"""Software that runs forward under autocast beside FSDP as well.
-
-`FSDPPrecision.forward_context` of Lightning (src/lightning/fabric/plugins/precision/fsdp.py); `prepare_model` of
-Accelerate, which Hugging Face's Trainer and what builds on it runs (src/accelerate/accelerator.py, `native_amp`).
-"""
-
-_TENSORFLOW = Stack(
-    "eager", float32_gradients=False, overlaps=True, reruns_all=False, vendor_attention=True, autocasts=True
-)
-"""TensorFlow, whose rewrite of graphs for mixed precision has autocast's lists but for softmax, which follows products.
-
-tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h: means, sums, powers and losses stay in float32.
-"""
-
-_FRAMEWORKS = (
-    (r"nemo|megatron.?bridge|transformer.?engine|\bte\b", _CORE),
-    (r"megatron.?core|mcore|primus", _CORE_ALONE),
-    (
-        r"hai.?llm",
-        replace(
-            _CORE_ALONE,
-            vendor_attention=False,
-            rings=False,
-            weighs_inside_from=0,
-            joins_exchanges_from=2024,
-            hides_exchanges=True,
-        ),
-    ),
-    (
-        r"megatron.?deepspeed",
-        Stack(
-            "fused",
-            float32_gradients=False,
-            overlaps=False,
-            gathers_again=True,
-            long_sums_without_zero=True,
-            long_sums_from_ends=True,
-            flat_copies=True,
-            cross_entropy="vocab_parallel",
-        ),
-    ),
-    (
-        r"neox",
-        Stack(
-            "fused",
-            float32_gradients=False,
-            overlaps=False,
-            long_sums_without_zero=True,
-            flat_copies=True,
-            cross_entropy="vocab_parallel",
-        ),
-    ),
-    (r"deepspeed", Stack("eager", float32_gradients=False, overlaps=True, flat_copies=True, balances=False)),
-    (
-        r"megatron",
-        Stack(
-            "fused",
-            float32_gradients=True,
-            overlaps=False,
-            joins=True,
-            hides_backward=True,
-            gathers_again=True,
-            cross_entropy="vocab_parallel",
-            core_from=2024,
-        ),
-    ),
-    (
-        r"composer|llm.?foundry",
-        Stack(
-            "eager",
-            float32_gradients=False,
-            overlaps=True,
-            keeps_narrow=True,
-            stops_early=True,
-            cross_entropy="composer",
-        ),
-    ),
-    (
-        r"flash.?att",
-        Stack("fused", float32_gradients=False, overlaps=True, joins=True, autocasts=True, cross_entropy="flash"),
-    ),
-    (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True)),
-    (
-        r"nanotron",
-        Stack(
-            "eager",
-            float32_gradients=True,
-            overlaps=True,
-            gathers_again=True,
-            joins=True,
-            cross_entropy="vocab_parallel",
-        ),
-    ),
-    (
-        r"torchtitan",
-        Stack(
-            "eager",
-            float32_gradients=False,
-            overlaps=True,
-            reruns_all=False,
-            per_operator=True,
-            compiles_loss_from=2025,
-        ),
-    ),
-    (r"(tensorflow|keras).*xla|xla.*(tensorflow|keras)", replace(_TENSORFLOW, kernels="compiled", cross_entropy="")),
-    (r"tensorflow|keras", _TENSORFLOW),
-    (
-        r"maxtext|\bpax|paxml|jax|xla|flax|levanter|marin|easylm|t5x|praxis|\balpa\b",
-        Stack(
-            "compiled",
-            float32_gradients=False,
-            overlaps=True,
-            reruns_all=False,
-            vendor_attention=True,
-            cross_entropy="",
-        ),
-    ),
-    (_HALVED, _PYTORCH.without_autocast()),
-    (_AUTOCASTING, replace(_PYTORCH, autocasts_shards=True)),
-    (r"fsdp", _PYTORCH.without_autocast()),
-)
-"""What a framework's name contains, the more specific first. What runs under JAX is compiled by XLA, always."""
-
-
-def pytorch() -> Stack:
-    """Return PyTorch's own operators, sharded by FSDP or DDP."""
-    return _PYTORCH
-
-
-_RUNS_PYTORCH = (
-    r"torch|fsdp|ddp|lightning|accelerate|hugging|\bhf\b|transformers|axolotl|lit.?gpt|nanogpt|olmo|lingua"
-    r"|llama.?factory|\btrl\b|ms.?swift|xtuner|fair(seq|scale)|metaseq|colossal|intern(lm|evo)|open.?clip|\btimm\b"
-)
-"""What a framework's name contains that is plain PyTorch by its name, or runs its operators one by one."""
-
-
-def is_known(framework: str) -> bool:
-    """Return whether a framework's name says what it runs; PyTorch's own operators are assumed of all others."""
-    return any(re.search(pattern, framework.lower()) for pattern in (*(each for each, _ in _FRAMEWORKS), _RUNS_PYTORCH))
-
-
-def stack_of(framework: str, compiled: bool) -> Stack:
-    """Return the stack of a framework, given whether torch.compile ran; PyTorch's own where the name says nothing."""
-    found = next((each for pattern, each in _FRAMEWORKS if re.search(pattern, framework.lower())), pytorch())
-    if not compiled:
-        return found
-    return replace(found, kernels="compiled", cross_entropy="", reruns_cheap=found.kernels != "compiled")

@@ -42,8 +42,10 @@ from cost_models.cluster_file import shorthand_node
 from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.experts_cells import Latent, Mixture, further_of, latent_of, mixture_of
+from cost_models.frameworks import is_known, stack_of
+from cost_models.missing_cells import batches_of, ffn_of, optimizer_of, per_node_of, refuse_adapters, year_of
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
-from cost_models.stack import Stack, is_known, stack_of
+from cost_models.stack import Stack
 from cost_models.topology import links_share
 
 _GB, _GBIT = 1e9, 1e9 / 8
@@ -60,7 +62,10 @@ _FABRICS = (
 _UNKNOWN = "a100-sxm-80gb"
 """The device whose kind of links, and adapters, one has that a row describes; their rates are the row's."""
 
-_UNPRICED: Mapping[str, str] = {"offload": "state kept in the host's memory is not priced"}
+_UNPRICED: Mapping[str, str] = {
+    "offload": "state kept in the host's memory is not priced",
+    **dict.fromkeys(("lora", "lora_rank", "peft"), "adapters beside frozen parameters are not priced"),
+}
 """Columns that other tables have, and what is not priced of them: a row is refused rather than priced without."""
 
 _NEOX = r"neox|pythia|gpt-?j\b"
@@ -96,8 +101,8 @@ class Architecture:
     fused_gelu: bool = True
     """Of the GPT family: whether GELU is one operator, or those of its formula."""
 
-    drops: bool = True
-    """Whether it is trained with dropout where its attention is not fused."""
+    drops: bool = False
+    """Whether it is trained with dropout."""
 
     head_size: int = 0
     """Of one head; 0: its share of `hidden`."""
@@ -164,6 +169,9 @@ class TrainingRow:
     recompute: str
     measured_step_s: float
     measured_peak_bytes: float | None
+    measured_alone: bool = False
+    """Whether that is what tensors took (`torch.cuda.max_memory_allocated`), not what a process held."""
+
     described: DeviceSpec | None = None
     """The device by the row's figures; None: it is the catalogue's."""
 
@@ -174,6 +182,13 @@ class TrainingRow:
     def spec(self) -> DeviceSpec:
         """Return the device, without the software that ran on it."""
         return self.described or catalogued_device(self.device)
+
+    @property
+    def shards_states(self) -> bool:
+        """Return whether a rank updates a part of the parameters that it holds whole, by ZeRO or without saying so."""
+        if self.zero or self.pure or self.precision != "bf16":
+            return self.zero in {1, 2}
+        return self.stack.shards_states_from > 0
 
     @property
     def joined_like(self) -> str:
@@ -208,26 +223,30 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
     _refuse_unsaid(row)
     zero = zero_stage_of(row)
     interleave = degree_of(row, "interleave")
-    stages = count_of(row, "pp") * interleave
-    tp, cp, ep = count_of(row, "tp"), degree_of(row, "cp"), degree_of(row, "ep")
-    dp, of_replicas = _replicas(row, tp * cp)
+    tp, pp, cp, ep = (degree_of(row, name) for name in ("tp", "pp", "cp", "ep"))
+    stages = pp * interleave
+    dp, of_replicas = _replicas(row, tp * pp * cp)
+    per_node, of_node = per_node_of(row)
+    micro_batch, global_batch = batches_of(row, dp)
+    peak_bytes, alone = peak_bytes_of(row)
     _require_experts(ep, dp, architecture)
     framework = text_of(row, "framework")
     of_framework = "" if is_known(framework) else f"framework {framework!r} is not known: priced as plain PyTorch"
     precision, narrow = precision_of(row)
     stack = stack_of(framework, is_compiled(row)).at_zero(zero)
-    stack = stack.of_year(count_of(row, "year")).cut(architecture.layers, stages)
+    year = year_of(row)
+    stack = stack.of_year(year).cut(architecture.layers, stages)
     read = TrainingRow(
         id=(row.get("id") or "").strip() or "row",
         source=(row.get("source") or "").strip() or "no source named",
         model=(row.get("model") or "").strip() or architecture.family,
         architecture=architecture,
         stack=_as_said(stack, row, precision, zero),
-        year=count_of(row, "year"),
+        year=year,
         device=device,
         described=described,
         gpus=count_of(row, "gpus"),
-        gpus_per_node=count_of(row, "gpus_per_node"),
+        gpus_per_node=per_node,
         link_bytes_per_s=link_gb_per_s * _GB,
         nic_bytes_per_s=rate_of(row, "inter_node_Gbit_per_s_per_node") * _GBIT,
         fabric=row.get("fabric_note") or "",
@@ -236,20 +255,21 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         narrow=narrow,
         pure=is_pure(row),
         dp=dp,
-        dp_shard=shard_group_of(row, dp // ep, count_of(row, "gpus_per_node") // (tp * cp)),
+        dp_shard=shard_group_of(row, dp // ep, per_node // (tp * cp)),
         tp=tp,
-        pp=count_of(row, "pp"),
+        pp=pp,
         cp=cp,
         ep=ep,
         interleave=interleave,
         sequence_parallel=answer_of(row, "sequence_parallel"),
         zero=zero,
-        micro_batch=count_of(row, "micro_batch"),
-        global_batch=count_of(row, "global_batch"),
+        micro_batch=micro_batch,
+        global_batch=global_batch,
         recompute=recompute_of(row),
         measured_step_s=step_s_of(row),
-        measured_peak_bytes=peak_bytes_of(row),
-        assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_framework))),
+        measured_peak_bytes=peak_bytes,
+        measured_alone=alone,
+        assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_node, of_framework, optimizer_of(row)))),
     )
     _check(read)
     return _told_uneven(read)
@@ -355,7 +375,7 @@ def _replicas(row: Mapping[str, str], split: int) -> tuple[int, str]:
     """Return the data-parallel ranks, and what was assumed of them: those that the other degrees leave."""
     if said(row, "dp"):
         return count_of(row, "dp"), ""
-    left = max(1, count_of(row, "gpus") // (split * count_of(row, "pp")))
+    left = max(1, count_of(row, "gpus") // split)
     return left, f"dp is missing: {left}, which the other degrees leave"
 
 
@@ -368,6 +388,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
     latent, of_latent = latent_of(row, family)
     decoder, of_decoder = _decoder(row, family)
     fused, of_attention = fuses_attention(row)
+    ffn, of_ffn = ffn_of(row, family)
     sizes = Architecture(
         family=family,
         is_nemotron="nemotron" in (row.get("model") or "").lower(),
@@ -377,11 +398,11 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         hidden=count_of(row, "hidden"),
         heads=heads,
         kv_heads=count_of(row, "kv_heads") if grouped else heads,
-        ffn_hidden=count_of(row, "ffn_hidden"),
+        ffn_hidden=ffn,
         vocab=count_of(row, "vocab"),
         fused_attention=fused,
         fused_gelu=fuses_gelu(row),
-        drops=drops(row),
+        drops=drops(row, fused=fused),
         head_size=0 if latent is not None else _head_size(row, family, heads),
         qk_norm=family == "llama" and re.search(_QK_NORM, row.get("model") or "", re.IGNORECASE) is not None,
         mixture=mixture,
@@ -396,7 +417,7 @@ def _architecture(row: Mapping[str, str]) -> tuple[Architecture, tuple[str, ...]
         if grouped or family == "seq2seq" or latent is not None
         else f"kv_heads is missing: as many as heads, {heads}"
     )
-    return sizes, (of_family, of_experts, of_latent, of_decoder, of_groups, of_attention)
+    return sizes, (of_family, of_experts, of_latent, of_decoder, of_groups, of_ffn, of_attention)
 
 
 def _decoder(row: Mapping[str, str], family: str) -> tuple[tuple[int, int], str]:
@@ -449,7 +470,7 @@ def _check(read: TrainingRow) -> None:
         raise CostModelError(f"first_k_dense is {sizes.mixture.dense_layers} of {sizes.layers} layers")
     if read.gpus > read.gpus_per_node and read.gpus % read.gpus_per_node and not _link_domain(read.joined_like):
         raise CostModelError(f"{read.gpus} GPUs do not fill nodes of {read.gpus_per_node}")
-    if read.gpus > read.gpus_per_node and not read.nic_bytes_per_s:
+    if read.gpus > max(read.gpus_per_node, _link_domain(read.joined_like)) and not read.nic_bytes_per_s:
         raise CostModelError(
             f"{read.gpus} GPUs on nodes of {read.gpus_per_node}, and no inter_node_Gbit_per_s_per_node"
         )
@@ -466,6 +487,7 @@ def _check(read: TrainingRow) -> None:
 
 def _refuse_unsaid(row: Mapping[str, str]) -> None:
     """Raise for columns beyond those of the format that say what a price would have to know, and does not."""
+    refuse_adapters(row)
     for column, what in _UNPRICED.items():
         if has_degree(row, column):
             raise CostModelError(f"{column} is {row[column]!r}: {what}")

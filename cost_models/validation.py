@@ -36,7 +36,7 @@ class Format:
 
 TRAINING_STEPS = "training steps"
 FORMATS = (
-    Format(TRAINING_STEPS, ("framework", "device", "gpus", "tp", "pp"), None),
+    Format(TRAINING_STEPS, ("framework", "device", "gpus"), None),
     Format("collectives", ("source", "hardware", "nodes", "gpus", "op", "bytes"), price_collective),
     Format("achievable matmuls", ("gpu", "dtype", "achieved", "best_shape_mxnxk"), price_matmul),
 )
@@ -115,7 +115,16 @@ _CAPITALS = (
 
 _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("vp", "vpp", "virtual_pipeline", "virtual_stages"), "interleave"),
+    **dict.fromkeys(("gpu_type", "gpu_name", "gpu_model", "device_name", "device_type", "accelerator"), "device"),
+    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), "tp"),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"), "pp"),
+    **dict.fromkeys(("data_parallel", "data_parallel_size", "dp_size"), "dp"),
+    **dict.fromkeys(("context_parallel", "context_parallel_size", "cp_size"), "cp"),
+    **dict.fromkeys(("expert_parallel", "expert_parallel_size", "expert_model_parallel_size", "ep_size"), "ep"),
+    **dict.fromkeys(("zero_stage", "sharding", "sharding_strategy"), "zero"),
     **dict.fromkeys(("mbs", "micro_batch_size", "microbatch"), "micro_batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size", "local_batch_size"), "micro_batch"),
+    **dict.fromkeys(("ga", "gas", "grad_accum", "gradient_accumulation_steps"), "gradient_accumulation"),
     **dict.fromkeys(("gbs", "global_batch_size"), "global_batch"),
     **dict.fromkeys(("seq_length", "sequence_length", "seqlen"), "seq_len"),
     **dict.fromkeys(("num_layers", "n_layers"), "layers"),
@@ -125,7 +134,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("ffn_hidden_size", "intermediate_size"), "ffn_hidden"),
     **dict.fromkeys(("num_kv_heads", "num_key_value_heads"), "kv_heads"),
     **dict.fromkeys(("n_gpus", "num_gpus"), "gpus"),
-    **dict.fromkeys(("activation_checkpointing", "recomputation"), "recompute"),
+    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing", "recomputation"), "recompute"),
     **dict.fromkeys(("step_time_s", "iteration_time_s", "seconds_per_step"), "measured_step_s"),
     **dict.fromkeys(("num_experts", "n_experts", "n_routed_experts", "num_moe_experts", "routed_experts"), "experts"),
     **dict.fromkeys(("experts_per_token", "moe_top_k", "num_experts_per_tok", "moe_router_topk"), "top_k"),
@@ -144,11 +153,16 @@ _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("decoder_seq_length", "seq_len_dec", "seq_length_dec", "target_seq_len"), "decoder_seq_len"),
     **dict.fromkeys(("encoder_seq_len", "encoder_seq_length"), "seq_len"),
     **dict.fromkeys(("mtp", "mtp_num_layers", "num_nextn_predict_layers", "mtp_depth"), "mtp_layers"),
+    **dict.fromkeys(("peak_memory_gib", "max_memory_reserved_gib"), "measured_peak_gib"),
+    **dict.fromkeys(("max_memory_allocated_gib", "peak_allocated_gib"), "measured_allocated_gib"),
     **dict.fromkeys(("tgs", "tokens_per_sec_per_gpu", "tokens_per_second_per_gpu"), "tokens_per_s_per_gpu"),
     **dict.fromkeys(("tokens_per_sec", "tokens_per_second"), "tokens_per_s"),
     **dict.fromkeys(("samples_per_sec", "samples_per_second"), "samples_per_s"),
 }
 """What other tables call columns."""
+
+_OF_RUNS: Mapping[str, str] = {"gpu": "device", "hardware": "device", "dtype": "precision", "size": "model"}
+"""The same in tables of training steps alone, where they lack the column."""
 
 Row = tuple[int, Mapping[str, str]]
 """Line of the file, and its values by column."""
@@ -254,7 +268,7 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             written = [name.strip().lower() for name in next(reader, [])]
-            header = [_column(name) for name in written]
+            header = _columns(written)
             rows = [(reader.line_num, cells) for cells in reader if cells]
     except OSError as error:
         raise ValidationError(f"{path}: cannot be read: {error.strerror}") from None
@@ -270,6 +284,16 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         other = next((name for name, known in _OTHER_NAMES.items() if known == twice and name in written), "")
         raise ValidationError(f"{path}: names column {twice!r} twice" + (f", once as {other!r}" if other else ""))
     return header, rows
+
+
+def _columns(written: Sequence[str]) -> list[str]:
+    """Return the columns' names; those of a framework's runs are less bound than those of other tables."""
+    header = [_column(name) for name in written]
+    if "framework" not in header:
+        return header
+    more = {name: known for name, known in _OF_RUNS.items() if known not in header}
+    first = {known: next((name for name in header if more.get(name) == known), "") for known in more.values()}
+    return [more[name] if name in more and first[more[name]] == name else name for name in header]
 
 
 def _column(name: str) -> str:

@@ -27,8 +27,9 @@ from autopar.search.trials import Recompute, Trial
 from cost_models.cluster import ClusterSpec
 from cost_models.exchanges import sent_share
 from cost_models.experts_cells import Mixture
+from cost_models.frameworks import pytorch
 from cost_models.memory import with_master, with_shards
-from cost_models.stack import Stack, pytorch
+from cost_models.stack import Stack
 from cost_models.topology import axis_hops
 
 _UNLIMITED = 1 << 60

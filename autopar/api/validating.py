@@ -72,7 +72,7 @@ class ProgramKey(NamedTuple):
 
 
 _DROPOUT = 0.1
-"""Of attention's scores and of what layers add, where scores are in memory: the default of GPT codes of that time."""
+"""Of attention's scores and of what layers add, where there is any: the default of GPT codes before fused attention."""
 
 _BALANCED = 1.0
 """Room of an expert over an even share: no token is dropped, and none of the published tables is of uneven shares."""
@@ -133,7 +133,10 @@ def _price(line: int, read: TrainingRow) -> Priced | Skipped:
 
 
 def _process_bytes(read: TrainingRow, held: Memory) -> float:
-    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them."""
+    """Return what is predicted of a process: tensors, and what the software and the allocator have beside them.
+
+    Of rows that print what tensors took, of these alone.
+    """
     short = read.precision != "fp32"
     flat = 0.0
     if short and read.stack.flat_copies:
@@ -146,6 +149,8 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
     gradients = held.gradients / (read.dp_shard * read.cp) if read.zero == _SHARDED_GRADIENTS else held.gradients
     resting = held.parameters + gradients + held.optimizer
     moving = held.activations + held.temporary
+    if read.measured_alone:
+        return resting + moving + flat
     return process_bytes(resting, moving, read.spec, groups=groups, flat=flat)
 
 
@@ -160,7 +165,7 @@ def estimates_of(read: TrainingRow) -> Estimates:
     count = read.global_batch // (read.dp * read.micro_batch)
     way = _recompute(read)
     trial = Trial(_axes(read, count), read.pp, way)
-    way_priced: Uniform = "whole" if way == "full" and read.stack.reruns_all else way
+    way_priced = _as_its_stack(way, read)
     narrow = bool(read.narrow) and read.stack.keeps_narrow
     # Reentrant checkpointing breaks what is compiled off, and of gathered tokens nothing is made again (`_recompute`).
     loss = read.stack.reruns_loss and way_priced != "whole" and not read.sequence_parallel
@@ -173,7 +178,7 @@ def estimates_of(read: TrainingRow) -> Estimates:
         stack=read.stack,
         masters=not read.pure,
         mixture=read.architecture.mixture,
-        sharded_optimizer=read.zero in {1, 2},
+        sharded_optimizer=read.shards_states,
         replicas=read.dp_shard * read.cp,
         scatters_each=read.zero == _SHARDED_GRADIENTS,
         peak_dtype=dtype,
@@ -221,6 +226,13 @@ def _recompute(read: TrainingRow) -> Uniform:
             return "full"
     # torch.compile runs no collective again: what ranks gather is kept, and nothing before it is computed for it.
     return "cheap" if read.stack.reruns_cheap and not read.sequence_parallel else "none"
+
+
+def _as_its_stack(way: Uniform, read: TrainingRow) -> Uniform:
+    """Return what a row's software runs again under that name: layers to their ends, all but products."""
+    if way == "full" and read.stack.reruns_all:
+        return "whole"
+    return "products" if way == "selective" and read.stack.saves_products else way
 
 
 def _fixed(read: TrainingRow) -> dict[str, int | str | bool]:
@@ -299,7 +311,7 @@ def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings 
             positions=key.seq,
             decoder_positions=sizes.decoder_seq,
             fused_attention=sizes.fused_attention,
-            dropout=0.0 if sizes.fused_attention else _DROPOUT,
+            dropout=_DROPOUT if sizes.drops else 0.0,
         )
     if sizes.family == "llama":
         return _llama(sizes, key, layers)
@@ -318,7 +330,7 @@ def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings 
         fused_gelu=sizes.fused_gelu,
         rotary_positions=sizes.is_nemotron or sizes.is_neox,
         fused_attention=sizes.fused_attention,
-        dropout=_DROPOUT if sizes.drops and not sizes.fused_attention else 0.0,
+        dropout=_DROPOUT if sizes.drops else 0.0,
     )
 
 

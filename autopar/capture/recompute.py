@@ -32,7 +32,7 @@ SUFFIX = "_again"
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
-Way = Literal["full", "whole", "casts", "cheap", "selective", "per_operator", "keep_attention"]
+Way = Literal["full", "whole", "casts", "cheap", "selective", "per_operator", "keep_attention", "products"]
 """What of a block runs again.
 
 full            all of it that backward needs
@@ -42,6 +42,7 @@ cheap           all but what computes (`autopar.ir.roles.computes`): norms, acti
 selective       the core of attention: scores, and kernels that have them inside (Korthikanti et al. 2022, section 5)
 per_operator    all but attention kernels and every second matrix product (torchtitan's `selective_ac_option: op`)
 keep_attention  all but attention kernels: where sequences are long they take most of the time and leave the least
+products        all but matrix products without a batch (JAX's `dots_with_no_batch_dims_saveable`); for prices alone
 """
 
 Ways = Mapping[str, str]
@@ -209,6 +210,8 @@ def _chosen(graph: Graph, way: Way) -> frozenset[str]:
         return casts | _attention_core(graph)
     if way == "cheap":
         return frozenset(op.name for op in graph.ops if not computes(op))
+    if way == "products":
+        return frozenset(op.name for op in graph.ops if op.target not in _PRODUCTS)
     if way == "keep_attention":
         return frozenset(op.name for op in graph.ops if not _is_attention_kernel(op))
     kept: set[str] = set()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, divisors, in_order
 
-Uniform = Literal["none", "casts", "cheap", "selective", "per_operator", "keep_attention", "full", "whole"]
+Uniform = Literal["none", "casts", "cheap", "selective", "per_operator", "keep_attention", "products", "full", "whole"]
 """One way of recomputing all blocks."""
 
 Recompute = Uniform | tuple[tuple[str, str], ...]

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from autopar.api.as_run import AsRun
-from autopar.api.validating import estimates_of
+from autopar.api.validating import estimates_of, price_steps
 from autopar.ir.plan import Estimates
 from cost_models.device import catalogued_device
-from cost_models.stack import stack_of
+from cost_models.frameworks import stack_of
+from cost_models.published import Priced
 from cost_models.training_rows import TrainingRow, read_training_row
 from tests.support.training_row import ROW
 
@@ -117,6 +118,54 @@ def test_torch_compile_computes_again_what_it_can_fuse_and_xla_does_not():
 
     assert compiled.memory.activations < 0.7 * eager.memory.activations
     assert len(jax) == 1
+
+
+def test_jaxs_policies_keep_products_alone():
+    kept, core = (
+        _priced(_row(framework="maxtext", recompute="selective"), saves_products=each) for each in (True, False)
+    )
+    none = estimates_of(_row(framework="maxtext", recompute="none"))
+
+    assert kept.memory.activations < 0.8 * core.memory.activations
+    assert core.memory.activations <= none.memory.activations
+    assert kept.step_time_s < 1.05 * core.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("change", "sharded"),
+    [
+        ({}, True),
+        ({"framework": "gpt-neox"}, True),
+        ({"year": "2022"}, False),
+        ({"precision": "fp16"}, False),
+        ({"precision": "bf16-true"}, False),
+        ({"framework": "megatron-lm"}, False),
+    ],
+    ids=str,
+)
+def test_deepspeed_shards_the_states_of_bf16_without_being_told(change: dict[str, str], sharded: bool):
+    row = {"framework": "megatron-deepspeed", "year": "2024", "zero": "0", "device": "a100-sxm-80gb", **change}
+    read = _row(**row)
+    alone = estimates_of(_row(**row, gpus="1", dp="1", global_batch="1"))
+
+    assert read.shards_states is sharded
+    share = estimates_of(read).memory.optimizer / alone.memory.optimizer
+    assert share == pytest.approx(1 / 8 if sharded else 1.0, rel=0.01)
+
+
+def test_what_tensors_took_is_compared_with_tensors_alone():
+    process, tensors = (
+        next(iter(price_steps([(2, {**LLAMA, "gpus": "1", "dp": "1", "global_batch": "1", column: "10"})], workers=1)))
+        for column in ("measured_peak_gib", "measured_allocated_gib")
+    )
+    held = estimates_of(_row(gpus="1", dp="1", global_batch="1")).memory
+
+    assert isinstance(process, Priced)
+    assert isinstance(tensors, Priced)
+    alone = held.parameters + held.gradients + held.optimizer + held.activations + held.temporary
+    assert tensors.predicted_bytes == alone
+    assert process.predicted_bytes is not None
+    assert process.predicted_bytes > alone + 2**30
 
 
 @pytest.mark.parametrize("sequence_parallel", ["yes", "no"])

@@ -20,9 +20,9 @@ from cost_models.compute import (
 )
 from cost_models.device import catalogued_device
 from cost_models.errors import CostModelError
+from cost_models.frameworks import stack_of
 from cost_models.memory import DtypeOf, allocated_bytes, optimizer_state_bytes, optimizer_traffic_bytes
 from cost_models.overlap import ACCESSES, exposed_s, overlap_efficiency
-from cost_models.stack import stack_of
 from cost_models.topology import Hop
 
 DEVICES = catalog.names("devices")

@@ -1,11 +1,12 @@
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from cost_models.errors import CostModelError
 from cost_models.published import Priced, collective_hops, price_collective, price_matmul, read_collective
-from cost_models.validation import ValidationError, rank_correlation, validate
+from cost_models.validation import Skipped, ValidationError, rank_correlation, validate
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 SHARED_COLUMNS = "source,hardware,nodes,gpus,op,bytes,algbw,busbw,notes"
@@ -254,3 +255,25 @@ def test_a_column_and_another_name_of_it_are_one_column_twice(tmp_path):
 
     with pytest.raises(ValidationError, match="names column 'interleave' twice, once as 'vp'"):
         validate(path)
+
+
+def test_tables_of_runs_name_devices_degrees_and_batches_in_more_ways(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "Framework,GPU,num_gpus,tensor_parallel,pipeline_parallel_size,zero_stage,per_device_train_batch_size,GAS,dtype\n"
+        "accelerate,A100,8,2,1,3,4,8,bf16\n"
+    )
+    seen: list[Mapping[str, str]] = []
+
+    def price(rows):
+        seen.extend(values for _, values in rows)
+        return [Skipped(line, "seen") for line, _ in rows]
+
+    validate(path, price)
+
+    assert seen == [
+        {
+            "framework": "accelerate", "device": "A100", "gpus": "8", "tp": "2", "pp": "1", "zero": "3",
+            "micro_batch": "4", "gradient_accumulation": "8", "precision": "bf16",
+        }
+    ]  # fmt: skip

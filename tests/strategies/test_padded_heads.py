@@ -10,7 +10,7 @@ from torch.nn import functional
 from autopar.costs.operators import flops, seconds
 from autopar.ir.strategy import MeshStrategy
 from cost_models.device import DeviceSpec, catalogued_device
-from cost_models.stack import stack_of
+from cost_models.frameworks import stack_of
 from tests.support.remembering import remembered
 
 A100 = catalogued_device("a100-sxm-80gb")

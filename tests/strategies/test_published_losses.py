@@ -16,7 +16,7 @@ from autopar.costs.workspaces import workspace_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.ir.strategy import MeshStrategy
 from cost_models.device import DeviceSpec, catalogued_device
-from cost_models.stack import stack_of
+from cost_models.frameworks import stack_of
 from tests.support.remembering import remembered
 
 ROWS, CLASSES = 64, 4096
