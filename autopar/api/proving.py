@@ -19,8 +19,9 @@ _MESHES = 24
 _MORE = 2.0
 """Times as much as on like meshes that collectives of gradients and parameters are taken to add at most."""
 
-_Like = tuple[Alone, bool]
-"""Meshes on which these take about as long: ranks that share each sample, and whether they leave their node."""
+_Like = tuple[Alone, bool, bool]
+"""Meshes on which these take about as long: ranks that share each sample, whether they leave their node, and whether
+there are several micro-batches, of which one alone can hide them."""
 
 _BOUNDED = 400
 """Trials at most whose blocks are bounded as a fluid."""
@@ -44,7 +45,7 @@ def prove_lighter(standing: Standing) -> None:
 def _relax_plain(standing: Standing, trial: Trial) -> None:
     """Bound a trial's mesh whatever is recomputed: nothing is, and memory is no limit."""
     free_s = standing.estimates.relaxed_s(replace(trial, recompute="none"), standing.left_to_prove_s)
-    standing.free_s[without(trial)] = free_s / standing.solving.at_once(trial)
+    standing.learn(replace(trial, recompute="none"), free_s / standing.solving.at_once(trial))
 
 
 def prove(standing: Standing) -> None:
@@ -65,13 +66,14 @@ def prove(standing: Standing) -> None:
         bound_s = standing.fluid_of(least.trial).step_s
         unknown = bound_s == 0.0 and standing.is_open(least)
         if not standing.is_good(bound_s) and relaxed < _MESHES:
-            whole = Trial(least.trial.ranks)
+            whole = Trial(least.trial.mesh)
             if unknown and without(least.trial) not in standing.free_s:
                 _relax_plain(standing, least.trial)
                 relaxed += 1
             elif not unknown and least.trial.replicas > 1 and kin(whole) not in standing.free_s:
                 # Collectives of gradients and parameters are in no fluid. Where they were little on like meshes, they
-                # are not much more here: they move as many bytes, whatever share of the work is left to a rank.
+                # are not much more here: they move as many bytes, whatever share of the work is left to a rank. With as
+                # many micro-batches as the trial has: what runs once a step hides behind one of them at most.
                 plain, kind = replace(least.trial, recompute="none"), _like(standing, whole)
                 more_s = _MORE * added.get(kind, inf) / standing.solving.at_once(plain)
                 if standing.estimates.bound_s(plain) + more_s >= bound_s:
@@ -101,7 +103,8 @@ def _known_s(standing: Standing, one: Solved) -> float:
 
 def _like(standing: Standing, whole: Trial) -> _Like:
     """Return what tells on which other meshes collectives take about as long."""
-    return alone(whole), prod(axis.size for axis in whole.ranks) > standing.solving.equal.devices_per_node
+    leaves = prod(axis.size for axis in whole.ranks) > standing.solving.equal.devices_per_node
+    return alone(whole), leaves, whole.microbatches > 1
 
 
 def _collectives_s(standing: Standing, whole: Trial) -> float:

@@ -15,7 +15,7 @@ from autopar.api.outer import Outer
 from autopar.api.planning import Planner, Program
 from autopar.api.proving import raise_bounds
 from autopar.api.solving import Solved, Solving, Waiting
-from autopar.api.standing import Standing, kin
+from autopar.api.standing import Standing
 from autopar.api.wishes import read_wishes
 from autopar.costs.stage_memory import Split
 from autopar.errors import InfeasibleError, UsageError
@@ -325,7 +325,7 @@ def test_trials_given_up_are_bounded_by_what_was_relaxed_since():
         Solved(faster, Solution("gap", (0,), 0.7, 0.2), Mock(), 0.7),
         Solved(hopeless, Solution("infeasible", (), inf, inf)),
     ]
-    search.standing.free_s = {kin(free): 0.75}
+    search.standing.learn(free, 0.75)
 
     raise_bounds(search.standing)
 
