@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
 
@@ -58,28 +59,28 @@ def prove(standing: Standing) -> None:
             one for one in standing.solved if one.solution.status != "infeasible" and standing.solving.proves(one.trial)
         ]
         least = min(left, key=lambda each: each.solution.bound_s, default=None)
-        if least is None or least.trial in proven or standing.is_good(least.solution.bound_s):
+        if least is None or standing.left_to_prove_s <= 0 or standing.is_good(least.solution.bound_s):
             return
-        if standing.left_to_prove_s <= 0:
-            return
-        proven.add(least.trial)
+        before = relaxed
         bound_s = standing.fluid_of(least.trial).step_s
         unknown = bound_s == 0.0 and standing.is_open(least)
         if not standing.is_good(bound_s) and relaxed < _MESHES:
-            whole = Trial(least.trial.mesh)
+            whole = _whole(standing, least.trial, left)
             if unknown and without(least.trial) not in standing.free_s:
                 _relax_plain(standing, least.trial)
                 relaxed += 1
-            elif not unknown and least.trial.replicas > 1 and kin(whole) not in standing.free_s:
+            elif not unknown and least.trial.replicas > 1 and whole is not None:
                 # Collectives of gradients and parameters are in no fluid. Where they were little on like meshes, they
-                # are not much more here: they move as many bytes, whatever share of the work is left to a rank. With as
-                # many micro-batches as the trial has: what runs once a step hides behind one of them at most.
+                # are not much more here: they move as many bytes, whatever share of the work is left to a rank.
                 plain, kind = replace(least.trial, recompute="none"), _like(standing, whole)
                 more_s = _MORE * added.get(kind, inf) / standing.solving.at_once(plain)
                 if standing.estimates.bound_s(plain) + more_s >= bound_s:
                     _relax_plain(standing, whole)
                     relaxed += 1
                     added[kind] = max(added.get(kind, 0.0), _collectives_s(standing, whole))
+        if least.trial in proven and relaxed == before:
+            return
+        proven.add(least.trial)
         bound_s = max(bound_s, _known_s(standing, least))
         if least.outcome is None and bound_s == inf:
             found = ruled_out(least.trial, inf)
@@ -99,6 +100,18 @@ def raise_bounds(standing: Standing) -> None:
 def _known_s(standing: Standing, one: Solved) -> float:
     """Return a bound from what was relaxed: of what may recompute less, one that holds whatever is recomputed."""
     return standing.lightest_s(one.trial) if standing.is_open(one) else standing.known_bound_s(one.trial)
+
+
+def _whole(standing: Standing, trial: Trial, left: Sequence[Solved]) -> Trial | None:
+    """Return the whole program on a stage's mesh, to be relaxed; `None` if all that bounds the trial was.
+
+    What runs once a step hides behind one micro-batch at most. So there are as few as any of those `left` has on that
+    mesh, which bounds all of them, before there are as many as the trial has.
+    """
+    several = [one.trial for one in left if one.trial.ranks == trial.ranks and one.trial.microbatches > 1]
+    fewest = min(several, key=lambda each: each.microbatches, default=trial) if trial.microbatches > 1 else trial
+    wholes = (Trial(each.mesh) for each in (fewest, trial))
+    return next((whole for whole in wholes if kin(whole) not in standing.free_s), None)
 
 
 def _like(standing: Standing, whole: Trial) -> _Like:
