@@ -91,6 +91,20 @@ def test_mfu_counts_what_the_model_computes_and_nothing_that_runs_again(depth: i
     assert work[1] == pytest.approx(work[0])
 
 
+def test_the_smallest_plan_is_taken_if_it_fits_where_the_search_saw_none_that_does(monkeypatch: pytest.MonkeyPatch):
+    """It was refused, for needing less than the budget: rows of memory count more than plans hold."""
+
+    def too_large(solving: Solving, trial: Trial, *_: object) -> Solved:
+        return Solved(trial, Solution("infeasible", (), inf, inf), why_not="does not fit in memory")
+
+    monkeypatch.setattr(Solving, "bound", too_large)
+
+    found = planned(cluster(), fix={"pp": 1, "microbatch": 4})
+
+    assert found.estimates.peak_memory_bytes <= found.estimates.memory_budget_bytes
+    assert 0.0 < found.solver.bound < found.estimates.step_time_s
+
+
 def test_degrees_that_are_forbidden_or_fixed_hold():
     spec = cluster()
 
