@@ -61,11 +61,12 @@ def prove(standing: Standing) -> None:
         least = min(left, key=lambda each: each.solution.bound_s, default=None)
         if least is None or standing.left_to_prove_s <= 0 or standing.is_good(least.solution.bound_s):
             return
-        before = relaxed
-        bound_s = standing.fluid_of(least.trial).step_s
-        unknown = bound_s == 0.0 and standing.is_open(least)
+        again = least.trial in proven
+        fluid_s = standing.fluid_of(least.trial).step_s
+        unknown = fluid_s == 0.0 and standing.is_open(least)
+        bound_s = max(fluid_s, _known_s(standing, least))
         if not standing.is_good(bound_s) and relaxed < _MESHES:
-            whole = _whole(standing, least.trial, left)
+            whole = _whole(standing, least.trial, () if again else left)
             if unknown and without(least.trial) not in standing.free_s:
                 _relax_plain(standing, least.trial)
                 relaxed += 1
@@ -78,10 +79,10 @@ def prove(standing: Standing) -> None:
                     _relax_plain(standing, whole)
                     relaxed += 1
                     added[kind] = max(added.get(kind, 0.0), _collectives_s(standing, whole))
-        if least.trial in proven and relaxed == before:
-            return
         proven.add(least.trial)
         bound_s = max(bound_s, _known_s(standing, least))
+        if again and bound_s <= least.solution.bound_s:
+            return
         if least.outcome is None and bound_s == inf:
             found = ruled_out(least.trial, inf)
             least.solution, least.why_not = found.solution, found.why_not
@@ -105,13 +106,12 @@ def _known_s(standing: Standing, one: Solved) -> float:
 def _whole(standing: Standing, trial: Trial, left: Sequence[Solved]) -> Trial | None:
     """Return the whole program on a stage's mesh, to be relaxed; `None` if all that bounds the trial was.
 
-    What runs once a step hides behind one micro-batch at most. So there are as few as any of those `left` has on that
-    mesh, which bounds all of them, before there are as many as the trial has.
+    What runs once a step hides behind one micro-batch at most. So there are as few as any of those `left` on that mesh
+    have, which bounds all of them: as many as the trial has only where that is not enough, and none are left.
     """
     several = [one.trial for one in left if one.trial.ranks == trial.ranks and one.trial.microbatches > 1]
     fewest = min(several, key=lambda each: each.microbatches, default=trial) if trial.microbatches > 1 else trial
-    wholes = (Trial(each.mesh) for each in (fewest, trial))
-    return next((whole for whole in wholes if kin(whole) not in standing.free_s), None)
+    return Trial(fewest.mesh) if kin(Trial(fewest.mesh)) not in standing.free_s else None
 
 
 def _like(standing: Standing, whole: Trial) -> _Like:
