@@ -3,6 +3,7 @@
     python -m benchmarks.folklore                            # all points
     python -m benchmarks.folklore --points mixtral gpt2      # those whose names begin so
     python -m benchmarks.folklore --free                     # the free plans anew, beside recipes as they were measured
+    python -m benchmarks.folklore --recipes fsdp ep "tp=2 pp" # a handful: those whose names begin so
     python -m benchmarks.folklore --table                    # the table in docs/ anew, of the last line of each point
 
 A point is a model, a cluster and a batch; a recipe fixes every degree, the micro-batch, the schedule and what is
@@ -18,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ def recipes(point: Point, devices: int, per_node: int) -> Iterator[tuple[str, Fi
             yield f"tp={tp} pp={pp}x{chunks} microbatch={point.sizes[0]} {way}", left
 
 
-def compare(name: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return what is predicted of the free plan of a point and of all its recipes.
+def compare(name: str, known: dict[str, Any] | None = None, wanted: Sequence[str] = ("",)) -> dict[str, Any]:
+    """Return what is predicted of the free plan of a point and of its recipes whose names begin as is `wanted`.
 
     Recipes are not planned but read from a `known` line, if there is one, whose commit the new one names.
     """
@@ -88,8 +89,8 @@ def compare(name: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
     spent = 0.0 if known is None else known["recipes_planning_s"]
     tried = recipes(point, cluster.device_count, cluster.as_equal().devices_per_node)
     for recipe, fix in tried if known is None else ():
-        if 0 in fix.values():
-            continue  # more ranks than there are
+        if 0 in fix.values() or not recipe.startswith(tuple(wanted)):
+            continue  # more ranks than there are, or not asked for
         one = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp"), 1) | fix
         if one["dp_shard"] == 1:
             one.pop("zero", None)  # nobody to share with: asked for, that would be a mistake
@@ -190,6 +191,7 @@ def main() -> int:
     parser.add_argument(
         "--points", nargs="*", default=[""], help="what their names begin with; all where none are given"
     )
+    parser.add_argument("--recipes", nargs="*", default=[""], help="what the names of those to try begin with; all")
     parser.add_argument("--here", action="store_true", help="in this process, one line without a stamp")
     parser.add_argument("--free", action="store_true", help="recipes as in the last line of a point, where it has one")
     parser.add_argument("--table", action="store_true", help="write the table in docs/ anew, and nothing else")
@@ -202,10 +204,10 @@ def main() -> int:
     for name in (each for start in args.points for each in POINTS if each.startswith(start)):
         if args.here:
             known = _last(args.output).get(name) if args.free else None
-            sys.stdout.write(json.dumps(compare(name, known)) + "\n")
+            sys.stdout.write(json.dumps(compare(name, known, args.recipes)) + "\n")
             continue
         command = [sys.executable, "-m", "benchmarks.folklore", "--here", "--points", name]
-        command += ["--output", str(args.output), *(["--free"] if args.free else [])]
+        command += ["--output", str(args.output), *(["--free"] if args.free else []), "--recipes", *args.recipes]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         row = json.loads(done.stdout.splitlines()[-1])
         slower |= _is_slower(row)

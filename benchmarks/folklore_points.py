@@ -42,6 +42,12 @@ _SIX_V100 = _cluster("4 nodes of 6 V100", (4, _node("v100-32gb", 6, 200, 3, "nvl
 _SIX_A100 = _cluster("3 nodes of 6 A100 on 100 Gbit/s", (3, _node("a100-sxm-80gb", 6, 100, 5, "nvlink3")))
 _TRIPLES = _cluster("4 nodes of 3 A100 on 10 Gbit/s", (4, _node("a100-sxm-80gb", 3, 10, 30, "nvlink3")))
 _TWO_A100 = _cluster("2x8 A100 on 100 Gbit/s", (2, _hgx(100, 10)))
+_GENERATIONS = _cluster(
+    "8 A100 beside 2 nodes of 8 V100 on 100 Gbit/s",
+    (1, _node("a100-sxm-40gb", 8, 100, 5, "nvlink3")),
+    (2, _node("v100-32gb", 8, 100, 5, "nvlink2-switch")),
+)
+_SLOW = _cluster("4 nodes of 4 A10G on 10 Gbit/s", (4, _node("a10g", 4, 10, 30, "pcie4-host-bounce")))
 _MANY: dict[str, Any] = {"tp": 8, "pps": (4, 8)}
 
 
@@ -73,6 +79,10 @@ _WHISPER = {
     "decoder_attention_heads": "20", "encoder_ffn_dim": "5120", "decoder_ffn_dim": "5120",
 }  # fmt: skip
 _MAMBA = {"hidden_size": "2560", "num_hidden_layers": "64", "num_heads": "80", "head_dim": "64"}
+_WIDE = {"layers": "4", "hidden": "16384", "heads": "128"}
+_T5_3B = {"heads": "32", "head_size": "128", "intermediate": "16384"}
+_VIT_G = {"layers": "40", "hidden": "1408", "heads": "16", "intermediate": "6144"}
+_FINE_EXPERTS = {"layers": "16", "experts": "64", "intermediate": "3584"}
 
 POINTS = {
     "gpt2-8h100": Point("zoo:gpt2", "dgx-h100", 64, 1024, pps=(2,), sizes=(4,)),
@@ -116,6 +126,16 @@ POINTS = {
     "1b-older": Point("zoo:llama3-1b", _OLDER, 48, 2048, "fp16", pps=(2, 4, 8)),
     "llama2-13b-18a100": Point("zoo:llama2-13b", _SIX_A100, 72, 4096, pps=(3, 6)),
     "gpt175b-1024h100": Point("zoo:gpt3-175b", "dgx-h100x128", 2048, 2048, tp=8, pps=(4, 8, 16), sizes=(1, 2)),
+    "widegpt-16h100": Point("zoo:gpt3-13b", "dgx-h100x2", 64, 2048, tp=8, pps=(2,), sizes=(1,), set=_WIDE),
+    "t5-3b-16a100": Point("zoo:t5-large", "hgx-a100-40gb-4gpux4", 128, 512, tp=4, pps=(2,), sizes=(4,), set=_T5_3B),
+    "vitg-8a10g": Point("zoo:vit-h", "a10g:8", 256, pps=(4,), sizes=(4,), set=_VIT_G),
+    "mixtral64-32a100": Point(
+        "zoo:mixtral-8x7b", "dgx-a100-80gbx4", 128, 2048, tp=4, pps=(4,), eps=(8, 32), sizes=(1,), set=_FINE_EXPERTS
+    ),
+    "13b-8pcie": Point("zoo:llama2-13b", "a100-pcie-80gb:8", 64, 4096, pps=(4,), sizes=(1,)),
+    "6.7b-generations": Point("zoo:gpt3-6.7b", _GENERATIONS, 96, 2048, "fp16", tp=4, pps=(3,), sizes=(1,)),
+    "1.3b-slow": Point("zoo:gpt3-1.3b", _SLOW, 64, 2048, tp=4, pps=(4,), sizes=(1,)),
+    "1b-8x16gb": Point("zoo:llama3-1b", "a4000:8", 32, 4096, pps=(4,), sizes=(1,)),
 }
 
 

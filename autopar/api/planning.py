@@ -107,7 +107,9 @@ class Planner:
                 raise KeyboardInterrupt
             best = self._without_time(outer, [*whole, *others], wishes)
         if best is None:
-            raise self._infeasible(wishes, outer.standing.solved)
+            best = self._smallest(wishes, outer.standing.solved)
+            best.solution = replace(best.solution, bound_s=outer.standing.lightest_s(best.trial))
+            outer.standing.solved.append(best)
         if not outer.interrupted:
             best = self._plainer(best, outer, wishes)
         return self._finish(best, outer, time.process_time() - started)
@@ -137,11 +139,15 @@ class Planner:
         for candidate in (kept, open_axes):
             solved = self._solve_one(Trial(candidate), wishes)
             if solved.outcome is not None:
-                budget, dtype = self._solving.budget, PEAK_DTYPE[self.options.precision]
-                estimates = solved.outcome.estimates(budget, dtype, self._solving.model_flops)
-                found = overlapped(solved.outcome, known.mesh, known.degrees, estimates, on=self.options.overlap)
-                return replace(found.decisions, streams=known.streams)
-        raise self._infeasible(wishes, [solved])
+                break
+        outcome = solved.outcome or self._smallest(wishes, [solved]).outcome
+        if outcome is None:
+            raise RuntimeError("the smallest plan has no outcome")
+        estimates = outcome.estimates(
+            self._solving.budget, PEAK_DTYPE[self.options.precision], self._solving.model_flops
+        )
+        found = overlapped(outcome, known.mesh, known.degrees, estimates, on=self.options.overlap)
+        return replace(found.decisions, streams=known.streams)
 
     def _solve_one(self, trial: Trial, wishes: Wishes) -> Solved:
         """Return one trial's plan; one that exists is found, however long that takes."""
@@ -324,15 +330,21 @@ class Planner:
         self.progress.phase("time is over without a plan: data parallelism")
         return self._solve_one(replace(trial, mesh=mesh), wishes)
 
-    def _infeasible(self, wishes: Wishes, solved: Sequence[Solved]) -> InfeasibleError:
-        """Return the error that says how far the best candidate is from fitting, and what would make it fit."""
+    def _smallest(self, wishes: Wishes, solved: Sequence[Solved]) -> Solved:
+        """Return the plan that needs least memory, of a search that found none: it may fit where the search saw none.
+
+        That counts values up to their last reader; what a plan holds is less where only copies are read by then.
+
+        Raises:
+            InfeasibleError: it does not fit; with how far it is from that, and what would make it fit.
+        """
         least: Outcome | None = None
-        ranks: Candidate = ()
+        trial = Trial(())
         refused: InfeasibleError | None = None
         no_price = ""
         failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
         if wishes.depth not in {None, 1} and failed:
-            return self._no_stages(wishes, max(failed, key=infeasible.thrift).why_not)
+            raise self._no_stages(wishes, max(failed, key=infeasible.thrift).why_not)
         held = partial(self._least_bytes, wishes=wishes)
         tried = 0
         for one in infeasible.thriftiest(failed, held):
@@ -353,13 +365,15 @@ class Planner:
             graph = self._solving.graph(one.trial.recompute, wishes)
             outcome = Outcome(graph, pricing, links, found.options, self.options.optimizer)
             if least is None or outcome.memory().total < least.memory().total:
-                least, ranks = outcome, one.trial.ranks
+                least, trial = outcome, one.trial
         if least is None and refused is not None:
-            return refused
+            raise refused
         if least is None:
             why = no_price or (failed[0].why_not if failed else "no candidate mesh admits a plan")
-            return infeasible.wishes(why)
-        return infeasible.memory(least, ranks, self._solving.budget, self.cluster, self.options)
+            raise infeasible.wishes(why)
+        if least.memory().total > self._solving.budget:
+            raise infeasible.memory(least, trial.ranks, self._solving.budget, self.cluster, self.options)
+        return Solved(trial, Solution("gap", least.options, least.step_s, 0.0), least, least.step_s)
 
     def _least_bytes(self, trial: Trial, wishes: Wishes) -> float:
         """Return about what a rank holds at least."""

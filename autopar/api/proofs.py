@@ -6,17 +6,19 @@ do, at a few hundredths of a second a trial, where a relaxation of all layouts t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
+
+import numpy as np
 
 from autopar.api.crossings import least_handing
 from autopar.api.floors import WAYS
 from autopar.api.kinds import is_settled, shape_of
 from autopar.api.pipelining import Wanted
 from autopar.api.works import Works
-from autopar.search.fluid import Flow, Fluid, least_step_s
+from autopar.search.fluid import Flow, Fluid, Handing, least_step_s
 from autopar.search.shared import Ranks, least_shared_s
 from autopar.search.trials import Trial
 from cost_models.cluster import ClusterSpec
@@ -57,30 +59,30 @@ class Proofs:
         solving, floors = self.works.solving, self.works.floors
         if solving.equal.device.fusion or not isinstance(trial.recompute, str) or not is_settled(trial):
             return Best(0.0, None)
-        if not solving.proves(trial):
-            return Best(self._unlike_s(trial), None)
-        alike = self._blocks(trial, (None,), elsewhere_s)
-        if alike is None:
+        proven, places = solving.proves(trial), solving.places(trial.depth)
+        clusters: Sequence[ClusterSpec | None] = (None,) if proven else places.clusters
+        # Where devices are unlike, what micro-batches take on the slowest says nothing of the others.
+        found = self._blocks(trial, clusters, elsewhere_s if proven else 0.0)
+        if found is None:
             return Best(0.0, None)
-        blocks = alike[0]
+        blocks, shared_s = (found[0], 0.0) if proven else (fastest(found), self._shared_s(trial, found))
         shape = shape_of(trial)
         replicas, width, count = shape.replicas, shape.width, shape.microbatches
         if trial.depth == 1:
             budget = solving.budget - solving.equal.device.reserved_bytes
             return Best(least_step_s(blocks, _flow(Wanted(1), min(count, _STEADY)), count, budget), None)
-        places = solving.places(trial.depth)
         budget = max(places.budgets) - min(places.reserved)
         sizes = tuple(axis.size for axis in trial.ranks)
         crossing_bytes = floors.crossing_bytes / (count * replicas * width)
-        handing = least_handing(solving.equal, trial.depth, sizes, crossing_bytes)
-        found = Best(inf, None)
+        handing = least_of(least_handing(each, trial.depth, sizes, crossing_bytes) for each in places.clusters)
+        best = Best(inf, None)
         for wanted in ways:
             if wanted.depth * wanted.interleave > int(blocks.counts.sum()):
                 continue
             flow, share = _flow(wanted, min(count, _STEADY * wanted.depth)), solving.cluster.share
-            step_s = least_step_s(blocks, flow, count, budget, share=share, handing=handing)
-            found = Best(min(step_s, found.step_s), wanted if step_s < _BETTER * found.step_s else found.wanted)
-        return found
+            step_s = max(shared_s, least_step_s(blocks, flow, count, budget, share=share, handing=handing))
+            best = Best(min(step_s, best.step_s), wanted if step_s < _BETTER * best.step_s else best.wanted)
+        return best if proven else Best(best.step_s, None)
 
     def _blocks(
         self, trial: Trial, clusters: Sequence[ClusterSpec | None], elsewhere_s: float = 0.0
@@ -105,18 +107,38 @@ class Proofs:
             for work in works
         ]
 
-    def _unlike_s(self, trial: Trial) -> float:
-        """Return the least of a pipeline whose ranks are on unlike devices, under any schedule."""
+    def _shared_s(self, trial: Trial, found: Sequence[Fluid]) -> float:
+        """Return the least of a pipeline whose ranks are on unlike devices, under any schedule.
+
+        `found` is what blocks take and hold on each kind.
+        """
         solving = self.works.solving
         places = solving.places(trial.depth)
-        found = self._blocks(trial, places.clusters)
-        if found is None:
-            return 0.0
         kinds = [
             Ranks(blocks, places.kind_of.count(kind), solving.budget_of(cluster) - cluster.device.reserved_bytes)
             for kind, (blocks, cluster) in enumerate(zip(found, places.clusters, strict=True))
         ]
         return least_shared_s(kinds, shape_of(trial).microbatches)
+
+
+def fastest(kinds: Sequence[Fluid]) -> Fluid:
+    """Return blocks that take as long as on the device where each part of each takes least.
+
+    No pipeline of these fills and drains faster, whichever blocks of ranks come first.
+    """
+    return replace(
+        kinds[0],
+        forward_s=np.minimum.reduce([each.forward_s for each in kinds]),
+        input_gradient_s=np.minimum.reduce([each.input_gradient_s for each in kinds]),
+        weight_gradient_s=np.minimum.reduce([each.weight_gradient_s for each in kinds]),
+        again_s=np.minimum.reduce([each.again_s for each in kinds]),
+    )
+
+
+def least_of(found: Iterable[Handing]) -> Handing:
+    """Return the least of what handing takes over each of some links."""
+    least, most, path, host = zip(*((h.least_s, h.most_s, h.path_s, h.host_s) for h in found), strict=True)
+    return Handing(min(least), min(most), min(path), min(host))
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
 
@@ -19,8 +20,9 @@ _MESHES = 24
 _MORE = 2.0
 """Times as much as on like meshes that collectives of gradients and parameters are taken to add at most."""
 
-_Like = tuple[Alone, bool]
-"""Meshes on which these take about as long: ranks that share each sample, and whether they leave their node."""
+_Like = tuple[Alone, bool, bool]
+"""Meshes on which these take about as long: ranks that share each sample, whether they leave their node, and whether
+there are several micro-batches, of which one alone can hide them."""
 
 _BOUNDED = 400
 """Trials at most whose blocks are bounded as a fluid."""
@@ -44,7 +46,7 @@ def prove_lighter(standing: Standing) -> None:
 def _relax_plain(standing: Standing, trial: Trial) -> None:
     """Bound a trial's mesh whatever is recomputed: nothing is, and memory is no limit."""
     free_s = standing.estimates.relaxed_s(replace(trial, recompute="none"), standing.left_to_prove_s)
-    standing.free_s[without(trial)] = free_s / standing.solving.at_once(trial)
+    standing.learn(replace(trial, recompute="none"), free_s / standing.solving.at_once(trial))
 
 
 def prove(standing: Standing) -> None:
@@ -57,19 +59,18 @@ def prove(standing: Standing) -> None:
             one for one in standing.solved if one.solution.status != "infeasible" and standing.solving.proves(one.trial)
         ]
         least = min(left, key=lambda each: each.solution.bound_s, default=None)
-        if least is None or least.trial in proven or standing.is_good(least.solution.bound_s):
+        if least is None or standing.left_to_prove_s <= 0 or standing.is_good(least.solution.bound_s):
             return
-        if standing.left_to_prove_s <= 0:
-            return
-        proven.add(least.trial)
-        bound_s = standing.fluid_of(least.trial).step_s
-        unknown = bound_s == 0.0 and standing.is_open(least)
+        again = least.trial in proven
+        fluid_s = standing.fluid_of(least.trial).step_s
+        unknown = fluid_s == 0.0 and standing.is_open(least)
+        bound_s = max(fluid_s, _known_s(standing, least))
         if not standing.is_good(bound_s) and relaxed < _MESHES:
-            whole = Trial(least.trial.ranks)
+            whole = _whole(standing, least.trial, () if again else left)
             if unknown and without(least.trial) not in standing.free_s:
                 _relax_plain(standing, least.trial)
                 relaxed += 1
-            elif not unknown and least.trial.replicas > 1 and kin(whole) not in standing.free_s:
+            elif not unknown and least.trial.replicas > 1 and whole is not None:
                 # Collectives of gradients and parameters are in no fluid. Where they were little on like meshes, they
                 # are not much more here: they move as many bytes, whatever share of the work is left to a rank.
                 plain, kind = replace(least.trial, recompute="none"), _like(standing, whole)
@@ -78,7 +79,10 @@ def prove(standing: Standing) -> None:
                     _relax_plain(standing, whole)
                     relaxed += 1
                     added[kind] = max(added.get(kind, 0.0), _collectives_s(standing, whole))
+        proven.add(least.trial)
         bound_s = max(bound_s, _known_s(standing, least))
+        if again and bound_s <= least.solution.bound_s:
+            return
         if least.outcome is None and bound_s == inf:
             found = ruled_out(least.trial, inf)
             least.solution, least.why_not = found.solution, found.why_not
@@ -99,9 +103,21 @@ def _known_s(standing: Standing, one: Solved) -> float:
     return standing.lightest_s(one.trial) if standing.is_open(one) else standing.known_bound_s(one.trial)
 
 
+def _whole(standing: Standing, trial: Trial, left: Sequence[Solved]) -> Trial | None:
+    """Return the whole program on a stage's mesh, to be relaxed; `None` if all that bounds the trial was.
+
+    What runs once a step hides behind one micro-batch at most. So there are as few as any of those `left` on that mesh
+    have, which bounds all of them: as many as the trial has only where that is not enough, and none are left.
+    """
+    several = [one.trial for one in left if one.trial.ranks == trial.ranks and one.trial.microbatches > 1]
+    fewest = min(several, key=lambda each: each.microbatches, default=trial) if trial.microbatches > 1 else trial
+    return Trial(fewest.mesh) if kin(Trial(fewest.mesh)) not in standing.free_s else None
+
+
 def _like(standing: Standing, whole: Trial) -> _Like:
     """Return what tells on which other meshes collectives take about as long."""
-    return alone(whole), prod(axis.size for axis in whole.ranks) > standing.solving.equal.devices_per_node
+    leaves = prod(axis.size for axis in whole.ranks) > standing.solving.equal.devices_per_node
+    return alone(whole), leaves, whole.microbatches > 1
 
 
 def _collectives_s(standing: Standing, whole: Trial) -> float:

@@ -16,6 +16,7 @@ from autopar.api.pipelining import Pipelined, Wanted, pipelined, rerun
 from autopar.api.places import Places
 from autopar.api.wishes import Wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
+from autopar.costs.held import freed_bytes
 from autopar.costs.links import Links
 from autopar.costs.operators import model_flops
 from autopar.costs.outcome import Outcome
@@ -26,6 +27,7 @@ from autopar.errors import InfeasibleError, UnknownOperatorError
 from autopar.figures import format_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.ir.strategy import MeshStrategy
+from autopar.ir.table import Floats
 from autopar.options import PlanOptions
 from autopar.rewrite import cuts_in_time, require_alike
 from autopar.search.cuts import NoCut
@@ -190,7 +192,12 @@ class Solving:
     def _priced(self, trial: Trial, wishes: Wishes, links: Links) -> Pricing:
         graph, options = self.graph(trial.recompute, wishes), self.choices(trial, wishes)
         in_float32 = self.options.reduce_dtype == "fp32"
-        return Builder(graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32).build()
+        found = Builder(graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32).build()
+
+        def freed(options: tuple[int, ...]) -> Floats:
+            return freed_bytes(Outcome(graph, found, links, options, self.optimizer))
+
+        return replace(found, table=replace(found.table, freed=freed))
 
     def choices(self, trial: Trial, wishes: Wishes) -> Mapping[str, Sequence[MeshStrategy]]:
         """Return what each operator of a trial may do, by its representative.

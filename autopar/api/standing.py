@@ -18,7 +18,7 @@ from autopar.api.wishes import Wishes
 from autopar.api.works import Works
 from autopar.figures import format_bytes, format_seconds
 from autopar.search.ilp import Solution
-from autopar.search.meshes import freer
+from autopar.search.meshes import Candidate, freer
 from autopar.search.trials import Trial
 
 _UNLIKELY = 1.25
@@ -48,7 +48,10 @@ class Standing:
     """Trials that were found out about: solved, ruled out or left out."""
 
     free_s: dict[tuple[object, ...], float] = field(init=False, default_factory=dict)
-    """Bounds of trials if memory were no limit, by their kin: see `kin`."""
+    """Bounds of trials if memory were no limit, by their kin: see `kin` and `learn`."""
+
+    _whole_s: dict[Candidate, dict[int, float]] = field(init=False, default_factory=dict)
+    """Those of the whole program with nothing recomputed, by mesh and number of micro-batches."""
 
     likely: dict[Trial, float] = field(init=False, default_factory=dict)
     """Estimated seconds of trials that are not the whole program."""
@@ -227,9 +230,17 @@ class Standing:
     def known_bound_s(self, trial: Trial) -> float:
         """Return a bound from what was relaxed before."""
         found = [self.free_s.get(kin(replace(trial, recompute="none")), 0.0), self.estimates.bound_s(trial)]
-        # Stages on their mesh, one after another, are the whole program on it.
-        whole_s = max(self.free_s.get(kin(Trial(ranks)), 0.0) for ranks in freer(trial.ranks))
+        # Stages on their mesh, one after another, are the whole program on it; more micro-batches add work to it, and
+        # each hides less of what runs once a step.
+        known = ((count, s) for ranks in freer(trial.ranks) for count, s in self._whole_s.get(ranks, {}).items())
+        whole_s = max((each_s for count, each_s in known if count <= trial.microbatches), default=0.0)
         return max(*found, whole_s / self.solving.at_once(trial))
+
+    def learn(self, trial: Trial, free_s: float) -> None:
+        """Note that no plan of a trial is faster than that, were memory no limit."""
+        self.free_s[kin(trial)] = max(free_s, self.free_s.get(kin(trial), 0.0))
+        if trial.depth == 1 and trial.recompute == "none":
+            self._whole_s.setdefault(trial.ranks, {})[trial.microbatches] = self.free_s[kin(trial)]
 
     def relax(self, trial: Trial, share: float = 1.0) -> Waiting | None:
         """Return a trial with the bound of its relaxation; `None` if it is impossible, which is noted.
@@ -238,7 +249,7 @@ class Standing:
         """
         found = self.solving.bound(trial, self.wishes, share * self.left_to_try_s)
         if found.free_s:
-            self.free_s[kin(trial)] = max(found.free_s, self.free_s.get(kin(trial), 0.0))
+            self.learn(trial, found.free_s)
         if isinstance(found, Solved):
             self.solved.append(found)
             return None

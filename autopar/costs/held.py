@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,7 +89,7 @@ def held_curve(outcome: Outcome) -> Floats:
     """Return the bytes held at each position, what travels together and what is freed early taken into account."""
     copies = [pairs(group, outcome.options) for group in outcome.pricing.table.groups]
     held = outcome.pricing.table.memory_curve(outcome.options, copies) + outcome.merging_bytes()
-    return np.asarray(held - _freed_bytes(outcome, outcome.needed_until), dtype=np.float64)
+    return np.asarray(held - freed_bytes(outcome), dtype=np.float64)
 
 
 def output_bytes(outcome: Outcome) -> dict[str, int]:
@@ -161,9 +161,9 @@ def _has_own_memory(links: Links, have: Layout, need: Layout, meta: TensorMeta) 
     return False
 
 
-def _freed_bytes(outcome: Outcome, needed: Mapping[tuple[str, int], int]) -> Floats:
+def freed_bytes(outcome: Outcome) -> Floats:
     """Return what is held at each position less than with every value up to its last reader."""
-    graph = outcome.graph
+    graph, needed = outcome.graph, outcome.needed_until
     steps = np.zeros(len(graph.ops) + 2)
     for life in outcome.pricing.holdings.own_lives:
         meta = graph.by_name[life.op].outputs[life.index]

@@ -55,7 +55,7 @@ class Pricing:
     def staged(self, split: Split) -> Pricing:
         """Return the same with the memory of pipeline ranks under an assumed cut, in place of the whole program's."""
         held = StageHoldings(self.holdings, split)
-        return replace(self, table=replace(self.table, memory_row=held.row, memory_curve=held.curve))
+        return replace(self, table=replace(self.table, memory_row=held.row, memory_curve=held.curve, freed=None))
 
 
 @dataclass

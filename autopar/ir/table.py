@@ -102,3 +102,7 @@ class CostTable:
 
     microbatches: int = 1
     """Of a step, whose seconds are all of theirs."""
+
+    freed: Callable[[tuple[int, ...]], Floats] | None = None
+    """Bytes at every position that rows and curve count and an assignment does not hold, where that is known: rows,
+    whose layouts are open, count a value up to its last reader, also where that reads a copy in another layout."""

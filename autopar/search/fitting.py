@@ -54,7 +54,7 @@ def solve_program(program: Ilp, limits: Limits) -> Solution:
         return replace(limits, seconds=limits.seconds - (time.process_time() - started))
 
     def peak_of(found: Solution) -> tuple[int, float]:
-        curve = memory_curve(table, found.options, program.copies(found.options))
+        curve = memory_curve(table, found.options, program.copies(found.options), limits.memory_bytes)
         peak = int(np.argmax(curve))
         return peak, float(curve[peak])
 

@@ -355,7 +355,7 @@ class Ilp:
             bound = max(bound, float(solver.getInfo().objective_function_value))
             free = free if number else bound
             options = self._nearest(np.array(solver.getSolution().col_value))
-            curve = memory_curve(self.table, options, self.copies(options))
+            curve = memory_curve(self.table, options, self.copies(options), limits.memory_bytes)
             peak = int(np.argmax(curve))
             if curve[peak] <= limits.memory_bytes or peak in self._rows:
                 return Relaxed(bound, free)
@@ -464,6 +464,11 @@ def _options_by_layout(layout: np.ndarray) -> dict[int, list[int]]:
     return by_layout
 
 
-def memory_curve(table: CostTable, options: Sequence[int], copies: Sequence[set[tuple[int, int]]]) -> Floats:
-    """Return the bytes held at each position under an assignment."""
-    return table.memory_curve(tuple(options), copies)
+def memory_curve(
+    table: CostTable, options: Sequence[int], copies: Sequence[set[tuple[int, int]]], enough_bytes: float = 0.0
+) -> Floats:
+    """Return the bytes held at each position under an assignment; at most so many where no more than `enough_bytes`."""
+    held = table.memory_curve(tuple(options), copies)
+    if table.freed is None or held.max() <= enough_bytes:
+        return held
+    return np.asarray(held - table.freed(tuple(options)), dtype=np.float64)

@@ -99,17 +99,18 @@ def compose(
         _, found, missing = shared[id(graph), axis]
         unknown.update(missing)
         per_axis.append(found)
-    settled = _small_tables(graph)
+    settled, calls = _small_tables(graph), _calls(graph)
     products: dict[tuple[object, ...], tuple[MeshStrategy, ...]] = {}
     of: dict[str, tuple[MeshStrategy, ...]] = {}
     for op in reps:
-        metas = tuple(graph.meta(ref) for ref in op.refs)
+        metas, number = tuple(graph.meta(ref) for ref in op.refs), calls[op.name][0] if op.kind == "call" else -1
         options = tuple(
             found[op.name][:1] if op.name in settled and axis.role != "time" else found[op.name]
             for axis, found in zip(axes, per_axis, strict=True)
         )
         may_pad = may_be_padded(graph, op)
-        key = (op.target, _shape_of_args(op), metas, op.outputs, options, may_pad)
+        # Whatever is no call has neither arguments nor inputs.
+        key = (number, op.outputs, options, may_pad) if number >= 0 else (op.target, op.outputs, options, may_pad)
         if key not in products:
             products[key] = _product(op, options, metas, sizes, may_pad)
             if not products[key]:
@@ -142,10 +143,11 @@ def _on_axis(
     graph: Graph, reps: Sequence[Op], axis: AxisSpec, enumerate_axis: Enumerate
 ) -> tuple[dict[str, tuple[Strategy, ...]], dict[str, Op]]:
     cache: dict[object, tuple[tuple[Strategy, ...], bool]] = {}
+    strided: dict[int, _Strided] = {}
     wanted: dict[tuple[str, int], frozenset[Shard]] = {}
     while True:
         found, unknown = _forward(graph, axis, enumerate_axis, cache, wanted)
-        more = _wanted(graph, reps, found)
+        more = _wanted(graph, reps, found, strided)
         grown = wanted | {key: wanted.get(key, frozenset()) | shards for key, shards in more.items()}
         if grown == wanted:
             break
@@ -183,12 +185,13 @@ def _forward(
     made: dict[tuple[str, int], frozenset[Shard]] = {}
     found: dict[str, tuple[Strategy, ...]] = {}
     unknown: dict[str, Op] = {}
+    calls, nothing = _calls(graph), frozenset[Shard]()
     for rep, (op, *_) in graph.instances.items():
         if op.kind == "call":
-            metas = tuple(graph.meta(ref) for ref in op.refs)
-            hints = tuple(made.get((graph.representative(ref.op), ref.index), frozenset()) for ref in op.refs)
-            welcome = tuple(wanted.get((rep, index), frozenset()) for index in range(len(op.outputs)))
-            key = (op.target, _shape_of_args(op), metas, op.outputs, hints, welcome)
+            kind, metas, read = calls[rep]
+            hints = tuple(made.get(each, nothing) for each in read)
+            welcome = tuple(wanted.get((rep, index), nothing) for index in range(len(op.outputs)))
+            key = (kind, hints, welcome)
             if key not in cache:
                 cache[key] = enumerate_axis(op, metas, axis.size, hints, welcome)
             strategies, known = cache[key]
@@ -205,21 +208,44 @@ def _forward(
     return found, unknown
 
 
+@once_per_graph
+def _calls(graph: Graph) -> dict[str, tuple[int, tuple[TensorMeta, ...], tuple[tuple[str, int], ...]]]:
+    """Return, of each representative call, a number that equal calls share, and what it reads: metas and values."""
+    numbers: dict[object, int] = {}
+    found = {}
+    for rep, (op, *_) in graph.instances.items():
+        if op.kind == "call":
+            metas = tuple(graph.meta(ref) for ref in op.refs)
+            number = numbers.setdefault((op.target, _shape_of_args(op), metas, op.outputs), len(numbers))
+            found[rep] = number, metas, tuple((graph.representative(ref.op), ref.index) for ref in op.refs)
+    return found
+
+
+_Strided = tuple[tuple[Strategy, ...], frozenset[tuple[int, Shard]]]
+"""Strategies, and which strided shards they take in which slots: remembered by the identity of the former."""
+
+
+def _strided(strategies: tuple[Strategy, ...]) -> _Strided:
+    placed = ((slot, each) for strategy in strategies for slot, each in enumerate(strategy.inputs))
+    return strategies, frozenset((slot, each) for slot, each in placed if isinstance(each, Shard) and each.outer > 1)
+
+
 def _wanted(
-    graph: Graph, reps: Sequence[Op], found: Mapping[str, tuple[Strategy, ...]]
+    graph: Graph, reps: Sequence[Op], found: Mapping[str, tuple[Strategy, ...]], known: dict[int, _Strided]
 ) -> dict[tuple[str, int], frozenset[Shard]]:
     """Return the strided shards of each value that its readers take, where its producer does not offer them.
 
-    A fused projection is split within each of its parts, which only what cuts it apart knows.
+    A fused projection is split within each of its parts, which only what cuts it apart knows. `known` is filled with
+    what strategies take, and keeps them: most are the same when it is asked again.
     """
     wanted: dict[tuple[str, int], set[Shard]] = {}
     sources = _sources(graph)
     for rep, strategies in found.items():
-        placed = {(slot, each) for strategy in strategies for slot, each in enumerate(strategy.inputs)}
-        for slot, each in placed:
-            if isinstance(each, Shard) and each.outer > 1:
-                for source in sources[rep][slot]:
-                    wanted.setdefault(source, set()).add(each)
+        if id(strategies) not in known:
+            known[id(strategies)] = _strided(strategies)
+        for slot, each in known[id(strategies)][1]:
+            for source in sources[rep][slot]:
+                wanted.setdefault(source, set()).add(each)
     for op in reps:
         for index in range(len(op.outputs)):
             if (op.name, index) in wanted:

@@ -15,7 +15,7 @@ from autopar.api.outer import Outer
 from autopar.api.planning import Planner, Program
 from autopar.api.proving import raise_bounds
 from autopar.api.solving import Solved, Solving, Waiting
-from autopar.api.standing import Standing, kin
+from autopar.api.standing import Standing
 from autopar.api.wishes import read_wishes
 from autopar.costs.stage_memory import Split
 from autopar.errors import InfeasibleError, UsageError
@@ -89,6 +89,20 @@ def test_mfu_counts_what_the_model_computes_and_nothing_that_runs_again(depth: i
     assert again.decisions.recompute == {"*": "full"}
     work = [plan.estimates.mfu * plan.estimates.step_time_s for plan in (kept, again)]
     assert work[1] == pytest.approx(work[0])
+
+
+def test_the_smallest_plan_is_taken_if_it_fits_where_the_search_saw_none_that_does(monkeypatch: pytest.MonkeyPatch):
+    """It was refused, for needing less than the budget: rows of memory count more than plans hold."""
+
+    def too_large(solving: Solving, trial: Trial, *_: object) -> Solved:
+        return Solved(trial, Solution("infeasible", (), inf, inf), why_not="does not fit in memory")
+
+    monkeypatch.setattr(Solving, "bound", too_large)
+
+    found = planned(cluster(), fix={"pp": 1, "microbatch": 4})
+
+    assert found.estimates.peak_memory_bytes <= found.estimates.memory_budget_bytes
+    assert 0.0 < found.solver.bound < found.estimates.step_time_s
 
 
 def test_degrees_that_are_forbidden_or_fixed_hold():
@@ -325,7 +339,7 @@ def test_trials_given_up_are_bounded_by_what_was_relaxed_since():
         Solved(faster, Solution("gap", (0,), 0.7, 0.2), Mock(), 0.7),
         Solved(hopeless, Solution("infeasible", (), inf, inf)),
     ]
-    search.standing.free_s = {kin(free): 0.75}
+    search.standing.learn(free, 0.75)
 
     raise_bounds(search.standing)
 

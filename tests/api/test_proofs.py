@@ -162,6 +162,26 @@ def test_that_collectives_are_little_in_a_node_says_nothing_of_those_that_leave_
     assert search.solved[1].solution.bound_s > 2.0 * work_s > 0.0
 
 
+@pytest.mark.parametrize("bandwidth", ["50 Mbit/s", "200 Mbit/s", "1 Gbit/s"])
+def test_what_runs_once_a_step_is_bounded_with_as_many_micro_batches_as_a_trial_has(bandwidth: str):
+    """One micro-batch hides sums of gradients behind all of backward, of four each has a quarter of it."""
+    options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
+    solving = Solving(CAPTURED.graph, cluster("16 GiB", bandwidth), options)
+    search, given = Standing(solving, read_wishes(options), mixes=True), trial(2, 4, "none")
+    search.estimates.of([given], fits=True)
+    search.solved = [Solved(given, Solution("cutoff", (), inf, 0.0))]
+
+    prove(search)
+
+    whole, priced = (solving.bound(each, search.wishes, 60.0) for each in (Trial(given.ranks), given))
+    assert isinstance(priced, Waiting)
+    reached_s = solving.solve(priced, search.wishes, WAYS, inf, 60.0).step_s
+    weaker_s = max(whole.free_s / solving.at_once(given), search.fluid_of(given).step_s)
+    assert 1.9 * weaker_s < search.solved[0].solution.bound_s <= reached_s
+    more, fewer = (search.known_bound_s(trial(2, count, "none")) for count in (8, 2))
+    assert fewer < search.solved[0].solution.bound_s <= more
+
+
 @pytest.mark.parametrize(("depth", "microbatches"), [(2, 1), (2, 8), (4, 4)])
 def test_no_pipeline_on_shared_cores_beats_its_bound(depth: int, microbatches: int):
     links = {"bandwidth": "9 GB/s", "latency": "1us"}

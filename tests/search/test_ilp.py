@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.costs.timing import hidden_at_ends_s, pairs, timing
@@ -120,6 +121,23 @@ def test_what_is_found_is_within_the_gap_that_is_allowed_and_fits(
         assert best * (1 - 1e-6) - 1e-9 <= found.objective_s <= best / (1 - gap) * (1 + 1e-6) + 1e-9
         assert found.bound_s <= best * (1 + 1e-6) + 1e-9
         assert found.peak_bytes == table.memory_curve(found.options, []).max() <= budget
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(1.0, 6.0), st.floats(0.0, 2.0))
+def test_what_fits_because_values_are_freed_early_is_found(seed: int, budget: float, freed: float):
+    table = make_table(np.random.default_rng(seed), 5, 3)
+    fastest = solve(table, Limits(memory_bytes=np.inf))
+    assume(fastest.options)
+    held = table.memory_curve(fastest.options, []).max()
+    less = {fastest.options: np.full(POSITIONS, max(0.0, held - budget) + freed + 1e-9)}
+    early = replace(table, freed=lambda options: less.get(options, np.zeros(POSITIONS)))
+
+    found = solve(early, Limits(memory_bytes=budget))
+
+    assert found.objective_s == pytest.approx(fastest.objective_s, rel=1e-6, abs=1e-9)
+    assert found.peak_bytes <= budget
+    assert smallest_peak(early, Limits(memory_bytes=budget)).options
 
 
 def test_an_assignment_that_is_as_good_as_the_relaxation_needs_no_integer_program(monkeypatch: pytest.MonkeyPatch):
