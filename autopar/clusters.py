@@ -43,7 +43,7 @@ class ClusterSpec(cluster.ClusterSpec):
 
     @classmethod
     def detect(cls, cpu_ranks: int | None = None) -> Self:
-        """Return this machine: its NVIDIA devices if nvidia-smi lists any, else its CPU cores or `cpu_ranks` on them."""
+        """Return this machine: its NVIDIA devices if nvidia-smi lists any, else `cpu_ranks` or its cores on the CPU."""
         with _told():
             return super().detect(cpu_ranks)
 
