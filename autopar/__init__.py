@@ -16,11 +16,13 @@ from autopar.version import __version__
 if TYPE_CHECKING:
     from autopar.api import plan
     from autopar.api.compiling import compile
+    from autopar.clusters import ClusterSpec
     from autopar.errors import (
         AutoparError,
         CaptureError,
         InfeasibleError,
         InputMismatchError,
+        NotFiniteError,
         RanksDisagreeError,
         StalePlanError,
         UnknownOperatorError,
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from autopar.runtime.consolidated import full_state_dict
     from autopar.runtime.optimizer_states import full_optimizer_state_dict, load_optimizer_state_dict
     from autopar.runtime.totals import sum_over_parameters
-    from cost_models.cluster import ClusterSpec
 
 _HOME = {
     "clip_grad_norm_": "autopar.runtime.clipping",
@@ -44,13 +45,14 @@ _HOME = {
     "load_optimizer_state_dict": "autopar.runtime.optimizer_states",
     "plan": "autopar.api",
     "sum_over_parameters": "autopar.runtime.totals",
-    "ClusterSpec": "cost_models.cluster",
+    "ClusterSpec": "autopar.clusters",
     "Plan": "autopar.ir.plan",
     "PlanOptions": "autopar.options",
     "AutoparError": "autopar.errors",
     "CaptureError": "autopar.errors",
     "InfeasibleError": "autopar.errors",
     "InputMismatchError": "autopar.errors",
+    "NotFiniteError": "autopar.errors",
     "RanksDisagreeError": "autopar.errors",
     "StalePlanError": "autopar.errors",
     "UnknownOperatorError": "autopar.errors",
@@ -64,6 +66,7 @@ __all__ = [
     "ClusterSpec",
     "InfeasibleError",
     "InputMismatchError",
+    "NotFiniteError",
     "Plan",
     "PlanOptions",
     "RanksDisagreeError",

@@ -9,7 +9,7 @@ estimation of nonlinear parameters", J. SIAM 11(2), 1963.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -252,59 +252,97 @@ def fit_level(levels: Sequence[Level], at: int, samples: Sequence[Sample]) -> tu
     A sample whose `ranks` are those of the level crosses it alone; one of more ranks crosses the levels inside too,
     whose constants stay as they are.
     """
-    level = levels[at]
     alone = [each for each in samples if not each.get("beside")]
     ops = tuple(dict.fromkeys(each["op"] for each in alone))
-    base = "all_reduce" if "all_reduce" in ops else next(iter(ops), "")
     if not ops:
-        raise CostModelError(f"no timed collective on level {level.name!r}")
-    seconds = np.array([median_s(each) for each in alone])
-
-    def made(now: Mapping[str, float]) -> Level:
-        of = {op: min(1.0, now[f"efficiency.{op}"]) for op in ops}
-        return replace(level, latency_s=now["latency"], call_s=now["call"], efficiency=of[base], efficiency_of=of)
-
-    def predicted(now: Mapping[str, float]) -> Any:
-        fitted = made(now)
-        hops = {ranks: _hops(levels, at, fitted, ranks) for ranks in {each["ranks"] for each in alone}}
-        return np.array([collective_s(each["op"], each["bytes"], hops[each["ranks"]]) for each in alone])
-
-    best = {
-        "latency": level.latency_s or 1e-6,
-        "call": level.call_s or 1e-6,
-        **{f"efficiency.{op}": level.efficiency for op in ops},
-    }
-    sizes = np.array([each["bytes"] for each in alone])
-    small = [each for each in alone if each["bytes"] <= _SMALL_BYTES] or alone
-    of_small: tuple[str, ...] = ("latency", "call")
-    if all("host_s" in each for each in small):  # what a call takes from its own core was timed
-        best["call"] = statistics.median(each["host_s"] for each in small)
-        of_small = ("latency",)
-    for _ in range(_ROUNDS):
-        # Small messages tell latency, large ones bandwidth; between them, buffers and bursts hide either.
-        for some, names in ((sizes <= _SMALL_BYTES, of_small), (sizes >= _LARGE_BYTES, tuple(best)[2:])):
-            of_size = some if some.any() else np.ones_like(some)
-            best |= least_error(
-                lambda now, some=of_size, best=dict(best): predicted({**best, **now})[some],  # type: ignore[misc]
-                seconds[of_size],
-                {name: best[name] for name in names},
-            )
-    fitted = made(best)
+        raise CostModelError(f"no timed collective on level {levels[at].name!r}")
+    timed = _Timed(levels, at, alone, ops)
+    best = timed.best()
+    fitted = timed.made(best)
     others = {op: e for op, e in fitted.efficiency_of.items() if abs(e / fitted.efficiency - 1) > _SAME_EFFICIENCY}
     fitted = replace(fitted, efficiency_of=others)
-    error = _median_error(predicted(best)[sizes <= _SMALL_BYTES], seconds[sizes <= _SMALL_BYTES]) if small else 0.0
-    found = [
-        Fitted("latency", fitted.latency_s, "s", spread(small), error, len(small)),
-        Fitted("call_overhead", fitted.call_s, "s", spread(small), error, len(small)),
-    ]
-    for op in ops:
-        of = [i for i, each in enumerate(alone) if each["op"] == op and each["bytes"] >= _LARGE_BYTES]
-        of = of or [i for i, each in enumerate(alone) if each["op"] == op]
-        error = _median_error(predicted(best)[of], seconds[of])
-        own = fitted.bytes_per_s * fitted.efficiency_of.get(op, fitted.efficiency)
-        found.append(Fitted(f"bandwidth.{op}", own, "B/s", spread([alone[i] for i in of]), error, len(of)))
+    found = timed.figures(best, fitted)
     fitted, new = _fit_host(levels, at, fitted, [each for each in samples if each.get("beside")])
     return fitted, found + new
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Collectives of some kinds that were timed on one level, nothing beside them."""
+
+    levels: Sequence[Level]
+    at: int
+    alone: Sequence[Sample]
+    ops: tuple[str, ...]
+
+    @cached_property
+    def seconds(self) -> Any:
+        """Return what each took."""
+        return np.array([median_s(each) for each in self.alone])
+
+    @cached_property
+    def sizes(self) -> Any:
+        """Return the bytes of each."""
+        return np.array([each["bytes"] for each in self.alone])
+
+    @cached_property
+    def small(self) -> list[Sample]:
+        """Return those whose bytes hardly matter; all where there are none."""
+        return [each for each in self.alone if each["bytes"] <= _SMALL_BYTES] or list(self.alone)
+
+    def made(self, now: Mapping[str, float]) -> Level:
+        """Return the level with these constants."""
+        of = {op: min(1.0, now[f"efficiency.{op}"]) for op in self.ops}
+        base = of["all_reduce" if "all_reduce" in of else self.ops[0]]
+        level = self.levels[self.at]
+        return replace(level, latency_s=now["latency"], call_s=now["call"], efficiency=base, efficiency_of=of)
+
+    def predicted(self, now: Mapping[str, float]) -> Any:
+        """Return what each takes with these constants."""
+        fitted = self.made(now)
+        ranks = {each["ranks"] for each in self.alone}
+        hops = {count: _hops(self.levels, self.at, fitted, count) for count in ranks}
+        return np.array([collective_s(each["op"], each["bytes"], hops[each["ranks"]]) for each in self.alone])
+
+    def best(self) -> dict[str, float]:
+        """Return the constants under which what is predicted is nearest to what was measured."""
+        level = self.levels[self.at]
+        best = {
+            "latency": level.latency_s or 1e-6,
+            "call": level.call_s or 1e-6,
+            **{f"efficiency.{op}": level.efficiency for op in self.ops},
+        }
+        of_small: tuple[str, ...] = ("latency", "call")
+        if all("host_s" in each for each in self.small):  # what a call takes from its own core was timed
+            best["call"] = statistics.median(each["host_s"] for each in self.small)
+            of_small = ("latency",)
+        sizes = self.sizes
+        for _ in range(_ROUNDS):
+            # Small messages tell latency, large ones bandwidth; between them, buffers and bursts hide either.
+            for some, names in ((sizes <= _SMALL_BYTES, of_small), (sizes >= _LARGE_BYTES, tuple(best)[2:])):
+                of_size = some if some.any() else np.ones_like(some)
+                best |= least_error(
+                    lambda now, some=of_size, best=dict(best): self.predicted({**best, **now})[some],  # type: ignore[misc]
+                    self.seconds[of_size],
+                    {name: best[name] for name in names},
+                )
+        return best
+
+    def figures(self, best: Mapping[str, float], fitted: Level) -> list[Fitted]:
+        """Return the constants with the spread of what they come from and the error that is left."""
+        predicted, seconds, few = self.predicted(best), self.seconds, self.sizes <= _SMALL_BYTES
+        error = _median_error(predicted[few], seconds[few])
+        found = [
+            Fitted("latency", fitted.latency_s, "s", spread(self.small), error, len(self.small)),
+            Fitted("call_overhead", fitted.call_s, "s", spread(self.small), error, len(self.small)),
+        ]
+        for op in self.ops:
+            of = [i for i, each in enumerate(self.alone) if each["op"] == op and each["bytes"] >= _LARGE_BYTES]
+            of = of or [i for i, each in enumerate(self.alone) if each["op"] == op]
+            own = fitted.bytes_per_s * fitted.efficiency_of.get(op, fitted.efficiency)
+            error = _median_error(predicted[of], seconds[of])
+            found.append(Fitted(f"bandwidth.{op}", own, "B/s", spread([self.alone[i] for i in of]), error, len(of)))
+        return found
 
 
 def _fit_host(levels: Sequence[Level], at: int, level: Level, beside: Sequence[Sample]) -> tuple[Level, list[Fitted]]:

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cost_models import catalog
 from cost_models.cluster_file import Parts, parts_document, preset_node, read_parts, shorthand_node
@@ -45,7 +45,7 @@ class ClusterSpec:
             self._network_sizes()
 
     @classmethod
-    def parse(cls, text_or_path: str | Path) -> "ClusterSpec":
+    def parse(cls, text_or_path: str | Path) -> Self:
         """Return the cluster that a YAML path, preset or shorthand stands for.
 
         `dgx-h100` is one node of that preset, `dgx-h100x4` four; `cpu:4` is one node of four
@@ -75,7 +75,7 @@ class ClusterSpec:
         return cls(text, (NodeGroup(shorthand_node(matched["device"], per_node), count),))
 
     @classmethod
-    def from_file(cls, path: str | Path, *, calibrate: bool = True) -> "ClusterSpec":
+    def from_file(cls, path: str | Path, *, calibrate: bool = True) -> Self:
         """Return the cluster of a YAML (or JSON) file, with the figures of the calibration file that it names.
 
         A calibration file that does not exist is warned of: a cluster file may name it before it is made. Raises
@@ -91,7 +91,7 @@ class ClusterSpec:
         return found._with_calibration(Path(path)) if calibrate and found.calibration else found
 
     @classmethod
-    def from_dict(cls, document: object, origin: str = "cluster") -> "ClusterSpec":
+    def from_dict(cls, document: object, origin: str = "cluster") -> Self:
         """Return the cluster of a document in the cluster file's format."""
         parts = read_parts(document, origin)
         try:
@@ -101,7 +101,7 @@ class ClusterSpec:
             raise ClusterError(message) from None
 
     @classmethod
-    def detect(cls, cpu_ranks: int | None = None) -> "ClusterSpec":
+    def detect(cls, cpu_ranks: int | None = None) -> Self:
         """Return this machine: its NVIDIA devices if nvidia-smi lists any, else its CPU cores.
 
         With `cpu_ranks` so many ranks on the CPU, whatever else there is; if there are fewer cores, they share them.
@@ -250,7 +250,7 @@ class ClusterSpec:
     def _tightest(self) -> NodeGroup:
         return min(self.groups, key=lambda group: group.share)
 
-    def _with_calibration(self, path: Path) -> "ClusterSpec":
+    def _with_calibration(self, path: Path) -> Self:
         """Return the cluster with measured constants; `path` is the cluster file."""
         from cost_models.calibration import calibrated_groups, read_calibration
 

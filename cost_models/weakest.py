@@ -28,25 +28,29 @@ def weakest_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
     kinds = distinct(devices)
     if len(kinds) == 1:
         return kinds[0]
-    peak = {key: min(each.peak_flops[key] for each in kinds) for key in _common(each.peak_flops for each in kinds)}
-    product = {key: min(each.peak_flops[key] * each.matmul_efficiency_for(key) for each in kinds) for key in peak}
-    attention = min(
-        (each.peak_flops[key] * each.attention_efficiency / peak[key] for each in kinds for key in peak),
-        default=min(each.attention_efficiency for each in kinds),
-    )
-    reached = min(each.memory_bytes_per_s * each.memory_efficiency for each in kinds)
-    bandwidth = min(each.memory_bytes_per_s for each in kinds)
-    slowest = min(kinds, key=lambda each: _over(each, product))
-    convolving = [each.for_convolutions() for each in kinds] if any(k.convolution_efficiency for k in kinds) else []
-    convolution = {
-        key: min(each.peak_flops[key] * each.matmul_efficiency_for(key) for each in convolving)
-        for key in (peak if convolving else ())
-    }
-    return replace(
+    named = replace(
         kinds[0],
         name=f"weakest of {' and '.join(dict.fromkeys(each.name for each in kinds))}",
         catalog="",
         kind="cpu" if any(each.kind == "cpu" for each in kinds) else kinds[0].kind,
+        kernel_launch_s=max(each.kernel_launch_s for each in kinds),
+        transcendentals_per_s=_least_given(each.transcendentals_per_s for each in kinds),
+        host_s=max(each.host_s for each in kinds),
+        host_waits=any(each.host_waits for each in kinds),
+        released=max(each.released for each in kinds),
+        fusion=min(each.fusion for each in kinds),
+        sums_in_products=all(each.sums_in_products for each in kinds),
+    )
+    peak = {key: min(each.peak_flops[key] for each in kinds) for key in _common(each.peak_flops for each in kinds)}
+    return _with_attention(_with_products(_with_memory(named, kinds), kinds, peak), kinds, peak)
+
+
+def _with_memory(device: DeviceSpec, kinds: Sequence[DeviceSpec]) -> DeviceSpec:
+    """Return a device with the smallest and slowest memory of those given."""
+    reached = min(each.memory_bytes_per_s * each.memory_efficiency for each in kinds)
+    bandwidth = min(each.memory_bytes_per_s for each in kinds)
+    return replace(
+        device,
         memory_bytes=min(each.memory_bytes for each in kinds),
         reserved_bytes=max(each.reserved_bytes for each in kinds),
         memory_bytes_per_s=bandwidth,
@@ -54,7 +58,23 @@ def weakest_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
         # Half of the rate is reached where moving takes as long as starting: the longest start at the least rate.
         memory_half_bytes=reached
         * max(each.memory_half_bytes / (each.memory_bytes_per_s * each.memory_efficiency) for each in kinds),
-        peak_flops=peak,
+        fresh_bytes=int(_least_given(each.fresh_bytes for each in kinds)),
+        fresh_bytes_per_s=_least_given(each.fresh_bytes_per_s for each in kinds),
+    )
+
+
+def _with_products(device: DeviceSpec, kinds: Sequence[DeviceSpec], peak: Mapping[str, float]) -> DeviceSpec:
+    """Return a device with the slowest matrix products and convolutions of those given."""
+    product = {key: min(each.peak_flops[key] * each.matmul_efficiency_for(key) for each in kinds) for key in peak}
+    slowest = min(kinds, key=lambda each: _over(each, product))
+    convolving = [each.for_convolutions() for each in kinds] if any(k.convolution_efficiency for k in kinds) else []
+    convolution = {
+        key: min(each.peak_flops[key] * each.matmul_efficiency_for(key) for each in convolving)
+        for key in (peak if convolving else ())
+    }
+    return replace(
+        device,
+        peak_flops=dict(peak),
         matmul_efficiency={key: product[key] / peak[key] for key in peak},
         default_matmul_efficiency=min(each.default_matmul_efficiency for each in kinds),
         matmul_half=_halves(kinds, product),
@@ -62,25 +82,24 @@ def weakest_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
         convolution_efficiency={key: rate / peak[key] for key, rate in convolution.items()},
         convolution_half=_halves(convolving, convolution) if convolving else kinds[0].convolution_half,
         multiprocessors=slowest.multiprocessors,
-        attention_efficiency=attention,
+    )
+
+
+def _with_attention(device: DeviceSpec, kinds: Sequence[DeviceSpec], peak: Mapping[str, float]) -> DeviceSpec:
+    """Return a device with the slowest attention of those given."""
+    return replace(
+        device,
+        attention_efficiency=min(
+            (each.peak_flops[key] * each.attention_efficiency / peak[key] for each in kinds for key in peak),
+            default=min(each.attention_efficiency for each in kinds),
+        ),
         attention_half=max(each.attention_half for each in kinds),
         attention_block=max(each.attention_block for each in kinds),
-        early_attention_efficiency=min(
-            each.early_attention_efficiency or each.attention_efficiency for each in kinds
-        ),
+        early_attention_efficiency=min(each.early_attention_efficiency or each.attention_efficiency for each in kinds),
         vendor_attention_efficiency=min(
             each.vendor_attention_efficiency or each.attention_efficiency for each in kinds
         ),
-        kernel_launch_s=max(each.kernel_launch_s for each in kinds),
-        transcendentals_per_s=_least_given(each.transcendentals_per_s for each in kinds),
-        fresh_bytes=int(_least_given(each.fresh_bytes for each in kinds)),
-        fresh_bytes_per_s=_least_given(each.fresh_bytes_per_s for each in kinds),
-        host_s=max(each.host_s for each in kinds),
-        host_waits=any(each.host_waits for each in kinds),
-        released=max(each.released for each in kinds),
-        fusion=min(each.fusion for each in kinds),
-        sums_in_products=all(each.sums_in_products for each in kinds),
-    )  # fmt: skip
+    )
 
 
 def weakest_link(links: Sequence[LinkSpec]) -> LinkSpec | None:

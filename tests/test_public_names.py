@@ -96,3 +96,16 @@ def test_help_shows_every_public_name():
 
 def test_keywords_of_plan_are_the_options():
     assert [*OptionKeywords.__annotations__] == [each.name for each in dataclasses.fields(PlanOptions)]
+
+
+@pytest.mark.parametrize("read", ["parse", "from_file", "from_dict"])
+def test_what_is_no_cluster_is_an_error_of_autopar(read: str):
+    with pytest.raises(autopar.AutoparError, match="nowhere"):
+        getattr(autopar.ClusterSpec, read)("nowhere.yaml")
+
+
+def test_clusters_of_the_public_name_are_of_it_and_equal(tmp_path: Path):
+    made = autopar.ClusterSpec.parse("cpu:4x2")
+
+    assert type(made) is autopar.ClusterSpec
+    assert autopar.ClusterSpec.from_dict(made.to_dict()) == made

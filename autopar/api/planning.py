@@ -169,11 +169,7 @@ class Planner:
         batch = self.program.graph.batch_size
         meshes = self._meshes(wishes)
         tokens = self._by_tokens(meshes, wishes)
-        parts = prod(wishes.fixed.get(key, 1) for key in DATA)
-        if batch and batch % parts:
-            inputs = [op.outputs[0] for op in self.program.graph.ops if op.kind == "input"]
-            leading = [meta.shape[0] for meta in inputs if meta is not None and meta.shape]
-            raise infeasible.batch(wishes.fixed, batch, leading)
+        self._require_divisible(wishes)
         asked = wishes.microbatch is not None or wishes.depth not in {None, 1} or not wishes.schedule_is_open
         try:
             self._solving.require_parts(wishes)
@@ -189,32 +185,44 @@ class Planner:
                 for mesh in in_time([*found, *tokens.get(depth, ())], batch, depth, wishes.microbatch)
                 for way in self._recompute_ways()
             ]
-        first = self._recompute_ways()[0]
-        whole: list[Trial] = []
-        hopeless: list[Solved] = []
-        if wishes.microbatch is None and 1 in meshes:
-            tried = [*meshes[1], *tokens.get(1, ())]
-            whole = [Trial(mesh, 1, way) for way in self._recompute_ways() for mesh in tried]
-            for way in self._recompute_ways():
-                least = least_peak_bytes(
-                    self._solving.graph(way, wishes), self.cluster.device_count, self.options.optimizer
-                )
-                if least <= self._solving.budget:
-                    break
-                why = f"does not fit in memory however it is split, recompute {way}"
-                solution = Solution("infeasible", (), inf, inf)
-                hopeless += [Solved(each, solution, why_not=why) for each in whole if each.recompute == way]
-                whole = [each for each in whole if each.recompute != way]
+        split = tokens.get(1, [])
+        whole, hopeless = self._whole([*meshes[1], *split] if 1 in meshes else [], wishes)
         others = [trial for trial in in_parts if trial.depth > 1 or trial.microbatches > 1 or wishes.microbatch]
         if not (whole or others or hopeless):
             raise nothing_divides(
                 [each for found in meshes.values() for each in found], wishes.microbatch, batch, wishes.depth
             )
         # Where ranks have no samples, repeating one another's work or splitting tokens, estimates say what comes first.
-        split = tokens.get(1, [])
+        first = self._recompute_ways()[0]
         late = {each for each in whole if each.mesh in split or (split and batch % each.replicas)}
         now = [each for each in whole if each.recompute == first and each not in late]
         return now, [*(each for each in whole if each not in now), *others], hopeless
+
+    def _require_divisible(self, wishes: Wishes) -> None:
+        batch = self.program.graph.batch_size
+        parts = prod(wishes.fixed.get(key, 1) for key in DATA)
+        if batch and batch % parts:
+            inputs = [op.outputs[0] for op in self.program.graph.ops if op.kind == "input"]
+            leading = [meta.shape[0] for meta in inputs if meta is not None and meta.shape]
+            raise infeasible.batch(wishes.fixed, batch, leading)
+
+    def _whole(self, meshes: Sequence[Candidate], wishes: Wishes) -> tuple[list[Trial], list[Solved]]:
+        """Return the trials of the whole batch at once that may fit in memory, and those that do not however split."""
+        if wishes.microbatch is not None:
+            return [], []
+        whole = [Trial(mesh, 1, way) for way in self._recompute_ways() for mesh in meshes]
+        hopeless: list[Solved] = []
+        for way in self._recompute_ways() if whole else ():
+            least = least_peak_bytes(
+                self._solving.graph(way, wishes), self.cluster.device_count, self.options.optimizer
+            )
+            if least <= self._solving.budget:
+                break
+            why = f"does not fit in memory however it is split, recompute {way}"
+            solution = Solution("infeasible", (), inf, inf)
+            hopeless += [Solved(each, solution, why_not=why) for each in whole if each.recompute == way]
+            whole = [each for each in whole if each.recompute != way]
+        return whole, hopeless
 
     def _by_tokens(self, meshes: Mapping[int, Sequence[Candidate]], wishes: Wishes) -> dict[int, list[Candidate]]:
         """Return meshes that split tokens where data-parallel ranks have no samples, by numbers of pipeline ranks."""

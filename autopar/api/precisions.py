@@ -37,20 +37,7 @@ def fastest(plan_with: Callable[[PlanOptions], Plan], options: PlanOptions) -> P
     best = min(found, key=lambda each: found[each].estimates.step_time_s)
     plan = found[best]
     step_s = plan.estimates.step_time_s
-    others = [
-        Alternative(
-            degrees=other.decisions.degrees,
-            step_time_s=other.estimates.step_time_s,
-            peak_memory_bytes=other.estimates.peak_memory_bytes,
-            why_not=f"computes in {precision}: {other.estimates.step_time_s / step_s:.2f} times as long",
-        )
-        for precision, other in found.items()
-        if precision != best
-    ]
-    others += [
-        Alternative(degrees={}, step_time_s=None, peak_memory_bytes=None, why_not=f"computes in {precision}: {error}")
-        for precision, error in refused.items()
-    ]
+    others = _others(best, step_s, found, refused)
     bound = min(other.solver.bound for other in found.values())
     solver = replace(
         plan.solver,
@@ -65,6 +52,26 @@ def fastest(plan_with: Callable[[PlanOptions], Plan], options: PlanOptions) -> P
         alternatives=(*others, *plan.alternatives)[: max(options.top_k, len(others))],
         warnings=(*plan.warnings, *_warnings(best, step_s, found)),
     )
+
+
+def _others(
+    best: Precision, step_s: float, found: dict[Precision, Plan], refused: dict[Precision, InfeasibleError]
+) -> list[Alternative]:
+    """Return what the other precisions come to, and why those come to nothing that have no plan."""
+    slower = [
+        Alternative(
+            degrees=other.decisions.degrees,
+            step_time_s=other.estimates.step_time_s,
+            peak_memory_bytes=other.estimates.peak_memory_bytes,
+            why_not=f"computes in {precision}: {other.estimates.step_time_s / step_s:.2f} times as long",
+        )
+        for precision, other in found.items()
+        if precision != best
+    ]
+    return slower + [
+        Alternative(degrees={}, step_time_s=None, peak_memory_bytes=None, why_not=f"computes in {precision}: {error}")
+        for precision, error in refused.items()
+    ]
 
 
 def _warnings(best: Precision, step_s: float, found: dict[Precision, Plan]) -> tuple[Warned, ...]:

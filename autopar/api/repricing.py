@@ -53,15 +53,7 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
             f"the plan is for {planned} devices and cluster {cluster.name!r} has {cluster.device_count}; give a "
             f"cluster of {planned}, or plan anew for this one"
         )
-    options = PlanOptions.parse(
-        precision=plan.workload.precision,
-        optimizer=plan.workload.optimizer,
-        memory_margin=plan.constraints.get("memory_margin"),
-        reduce_dtype=plan.constraints.get("reduce_dtype"),
-        overlap=plan.constraints.get("overlap"),
-        two_level=plan.constraints.get("two_level"),
-        keep_outputs=not decisions.outputs_dropped,
-    )
+    options = _options(plan)
     solving = Solving(graph, cluster, options)
     trial = Trial(_candidate(decisions), depth, _recompute(decisions.recompute))
     if (uneven := solving.uneven(trial)) is not None:
@@ -91,6 +83,19 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
             *_too_large(found.estimates.peak_memory_bytes, found.estimates.memory_budget_bytes, cluster),
         ),
     )  # fmt: skip
+
+
+def _options(plan: Plan) -> PlanOptions:
+    """Return the wishes of a plan that its price depends on."""
+    return PlanOptions.parse(
+        precision=plan.workload.precision,
+        optimizer=plan.workload.optimizer,
+        memory_margin=plan.constraints.get("memory_margin"),
+        reduce_dtype=plan.constraints.get("reduce_dtype"),
+        overlap=plan.constraints.get("overlap"),
+        two_level=plan.constraints.get("two_level"),
+        keep_outputs=not plan.decisions.outputs_dropped,
+    )
 
 
 def _require_same(plan: Plan, graph: Graph) -> None:

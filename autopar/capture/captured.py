@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,15 +125,8 @@ def _assemble(
     name: str, fake: FakeModel, call: CallSpec, traced: Traced, *, training: bool, with_backward: bool
 ) -> Captured:
     joint = traced.joint
-    simplify_masks(joint)
-    write_lazy_tensors(joint)
-    drop_idle_strides(joint)
-    in_plain_order(joint, name)
     modules = frozenset(path for path, _ in fake.module.named_modules(remove_duplicate=False))
-    merge_equal(joint, lambda node: layer_path(module_path(node.meta, modules, PREFIX) or ""))
-    merge_cross_entropy(joint)
-    make_by_shape(joint, of_inputs_alone(joint.graph))
-    drop_unread(joint)
+    _tidy(joint, name, modules)
     names = Names(
         model=name,
         prefix=PREFIX,
@@ -161,13 +154,6 @@ def _assemble(
     placeholders = tuple(replace(each, name=called[each.name]) for each in placeholders)
     joint.graph.lint()
     joint.recompile()
-    constants = {
-        each.name: traced.loose[node.meta["desc"].target].value.detach()
-        for each, node in zip(placeholders, joint.graph.find_nodes(op="placeholder"), strict=True)
-        if each.kind == "constant"
-    }
-    for node in joint.graph.find_nodes(op="get_attr"):
-        constants[node.name] = getattr(joint, str(node.target))
     aliases = {known[0]: known for known in fake.names.values() if len(known) > 1}
     graph = Graph(tuple(ops), tuple(outputs), aliases, batch_size=batch)
     return Captured(
@@ -176,10 +162,33 @@ def _assemble(
         call=call,
         result=result,
         placeholders=placeholders,
-        constants=constants,
+        constants=_constants(traced, placeholders),
         training=training,
         with_backward=with_backward,
     )
+
+
+def _tidy(joint: fx.GraphModule, name: str, modules: Collection[str]) -> None:
+    """Write what was traced as the project's rules know it, each value once, and nothing that nobody reads."""
+    simplify_masks(joint)
+    write_lazy_tensors(joint)
+    drop_idle_strides(joint)
+    in_plain_order(joint, name)
+    merge_equal(joint, lambda node: layer_path(module_path(node.meta, modules, PREFIX) or ""))
+    merge_cross_entropy(joint)
+    make_by_shape(joint, of_inputs_alone(joint.graph))
+    drop_unread(joint)
+
+
+def _constants(traced: Traced, placeholders: Sequence[Placeholder]) -> dict[str, torch.Tensor]:
+    """Return the tensors that the program holds itself, by name of their op."""
+    joint = traced.joint
+    found = {
+        each.name: traced.loose[node.meta["desc"].target].value.detach()
+        for each, node in zip(placeholders, joint.graph.find_nodes(op="placeholder"), strict=True)
+        if each.kind == "constant"
+    }
+    return found | {node.name: getattr(joint, str(node.target)) for node in joint.graph.find_nodes(op="get_attr")}
 
 
 def batch_size(shapes: Iterable[Sequence[int]]) -> int:

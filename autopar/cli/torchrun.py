@@ -2,7 +2,8 @@
 
     python -m autopar.cli.torchrun [--unsaid] FLAGS_OF_TORCHRUN SCRIPT [ARGS]...
 
-torchrun itself exits with 1 whatever the status of a rank was, below a traceback of its own.
+torchrun itself exits with 1 whatever the status of a rank was, below a traceback of its own. Of several machines, each
+ends as the one does whose rank failed first.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autopar.cli.machines import End, MachineFailedError, Machines
 from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 UNSAID = "--unsaid"
 """First argument of commands that tell themselves how their ranks ended."""
@@ -37,19 +42,61 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parse_args(arguments if says else arguments[1:])  # type: ignore[no-untyped-call]
     for name in _SAID_HERE:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    machines = Together()
+    if parsed.nnodes not in ("1", "1:1"):
+        machines.hook()
     try:
         run(parsed)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         text, status = verdict(error.failures, error.name)
+        first = machines.fail(text, status, lost=lost_others(error.failures))
         if says:
-            print(f"autopar: {text}", file=sys.stderr)
-        return status
+            print(f"autopar: {text}", *([] if first is None else [f"first {first}"]), sep="\n    ", file=sys.stderr)
+        return status if first is None else first.status
+    except MachineFailedError as error:
+        if says:
+            print(f"autopar: {error}", file=sys.stderr)
+        return error.end.status
     except SignalException as error:
-        return 128 + int(error.sigval)
+        status = 128 + int(error.sigval)
+        machines.fail(f"torchrun was ended by {signal.Signals(error.sigval).name}", status, asked=True)
+        return status
     except (DistError, RendezvousError) as error:
         print(f"autopar: {cannot_meet(parsed.rdzv_endpoint, error)}", file=sys.stderr)
         return UsageError.exit_code
     return 0
+
+
+class Together:
+    """The machines of this run, from when they have met; none where there is one alone."""
+
+    def __init__(self) -> None:
+        self._machines: Machines | None = None
+
+    def hook(self) -> None:
+        """Look after the other machines while the ranks of this one run, and when they have ended."""
+        from autopar._torch_launch import hook_agent
+
+        hook_agent(lambda group: self._of(group).go_on(), lambda group: self._of(group).succeed())
+
+    def fail(self, text: str, status: int, *, lost: bool = False, asked: bool = False) -> End | None:
+        """Tell the others how this machine failed; return how another one did, if that was before."""
+        if self._machines is None:
+            return None
+        end = End(self._machines.node, status, text, lost, asked)
+        first = self._machines.fail(end)
+        return None if first is end else first
+
+    def _of(self, group: WorkerGroup) -> Machines:
+        if self._machines is None:
+            self._machines = Machines(group.store, group.group_rank, group.group_world_size)  # type: ignore[arg-type]
+        return self._machines
+
+
+def lost_others(failures: Mapping[int, Any]) -> bool:
+    """Return whether all ranks that failed by themselves only lost others."""
+    own = [each for each in failures.values() if each.exitcode != -signal.SIGTERM]
+    return bool(own) and all(_told(each).get("lost", False) for each in own)
 
 
 def verdict(failures: Mapping[int, Any], script: str) -> tuple[str, int]:

@@ -30,6 +30,11 @@ from cost_models.weakest import strongest_peaks
 
 Seconds = NDArray[np.float64]
 Shape = tuple[int, ...]
+Shapes = Sequence[Sequence[Shape]]
+"""Of each strategy, the local shapes of the tensors that an operator reads, or of those that it makes."""
+
+Products = Sequence[Sequence[tuple[int, int, int, int]]]
+"""Of each strategy, the matrix products (batch, m, n, k)."""
 
 _READS_OUTPUT_ONLY = frozenset(
     {"aten.embedding.default", "aten.index.Tensor", "aten.gather.default", "aten.index_select.default"}
@@ -88,40 +93,80 @@ def seconds(
     ins = [[local_shape(m.shape, s.inputs[i], sizes) for i, m in enumerate(metas)] for s in strategies]
     outs = [[_local(m, s.outputs[i], sizes) for i, m in enumerate(op.outputs)] for s in strategies]
     if (products := [_products(op, i, o) for i, o in zip(ins, outs, strict=True)]) and products[0]:
-        own = _compute_dtype(op, metas)
-        if op.target.startswith("aten.convolution"):
-            return _product_seconds(products, own, device.for_convolutions()) + _fresh(op, outs, device)
-        if not device.narrow or narrowed is None:
-            return _product_seconds(products, own, device) + _fresh(op, outs, device)
-        cast = [sum(math.prod(shape) for shape, new in zip(each, narrowed, strict=True) if new) for each in ins]
-        elements = np.array(cast, dtype=np.float64)
-        casts = compute.narrowing_s(elements, dtype_bytes(own), device.narrow, device) * (elements > 0)
-        return _product_seconds(products, device.narrow, device, dtype_bytes(own)) + casts + _fresh(op, outs, device)
-    traffic = [_traffic(op, metas, i, o, shares=shares) for i, o in zip(ins, outs, strict=True)]
-    moved = np.array(traffic, dtype=np.float64)
+        return _multiplied(op, metas, ins, products, device, narrowed) + _fresh(op, outs, device)
     if op.target.startswith("aten._scaled_dot_product"):
         flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
         keys = np.array([max(1, i[_keys_at(op)][-2]) for i in ins], dtype=np.float64)
+        moved = _moved(op, metas, ins, outs, shares=shares)
         attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device, keys)
         return np.asarray(attention, dtype=np.float64) + _fresh(op, outs, device)
     if theirs := loss_kernels(op, device.cross_entropy):
         item = metas[theirs.scores].item_bytes
         of_scores = np.array([math.prod(i[theirs.scores]) * item for i in ins], dtype=np.float64)
         return np.asarray(compute.memory_bound_s(theirs.passes * of_scores, device), dtype=np.float64)
-    passes, made = _SPLIT_SOFTMAX.get(op.target, (0.0, 0.0))
     split = np.array([any(axis.lowering == "class" for axis in s.axes) for s in strategies], dtype=np.float64)
+    return _memory_bound(op, metas, ins, outs, split, device, fused, shares)
+
+
+def _multiplied(
+    op: Op,
+    metas: Sequence[TensorMeta],
+    ins: Shapes,
+    products: Products,
+    device: DeviceSpec,
+    narrowed: Narrowed | None,
+) -> Seconds:
+    """Return the seconds of the matrix products of each strategy, casts to a narrow type included."""
+    own = _compute_dtype(op, metas)
+    if op.target.startswith("aten.convolution"):
+        return _product_seconds(products, own, device.for_convolutions())
+    if not device.narrow or narrowed is None:
+        return _product_seconds(products, own, device)
+    cast = [sum(math.prod(shape) for shape, new in zip(each, narrowed, strict=True) if new) for each in ins]
+    elements = np.array(cast, dtype=np.float64)
+    casts = compute.narrowing_s(elements, dtype_bytes(own), device.narrow, device) * (elements > 0)
+    return _product_seconds(products, device.narrow, device, dtype_bytes(own)) + casts
+
+
+def _memory_bound(
+    op: Op,
+    metas: Sequence[TensorMeta],
+    ins: Shapes,
+    outs: Shapes,
+    split: Seconds,
+    device: DeviceSpec,
+    fused: Fused | None,
+    shares: Shares | None,
+) -> Seconds:
+    """Return the seconds of an operator that memory bounds, fused with its neighbours where the device's software does.
+
+    `split` is 1 for strategies that split classes, and 0 for others.
+    """
+    passes, made = _SPLIT_SOFTMAX.get(op.target, (0.0, 0.0))
     scores = np.array([math.prod(i[0]) * metas[0].item_bytes if i else 0 for i in ins], dtype=np.float64)
-    moved += split * passes * scores
+    further = split * passes * scores
+    moved = _moved(op, metas, ins, outs, shares=shares) + further
     work = compute.memory_bound_s(moved, device, _core_work(op, ins, outs, device))
     if fused is not None and device.fusion:
-        shapes = list(zip(ins, outs, strict=True))
-        left = np.array([_traffic(op, metas, i, o, fused.run, shares) for i, o in shapes], dtype=np.float64)
+        left = _moved(op, metas, ins, outs, fused.run, shares) + further
         if device.fuses_parts:
-            moved = np.array([_traffic(op, metas, i, o, fused.part, shares) for i, o in shapes], dtype=np.float64)
-            moved += split * passes * scores
-        work = compute.fused_s(moved, left + split * passes * scores, device)
+            moved = _moved(op, metas, ins, outs, fused.part, shares) + further
+        work = compute.fused_s(moved, left, device)
     fresh = _fresh(op, outs, device) + split * made * compute.fresh_s(scores, device)
     return np.asarray(work, dtype=np.float64) + fresh
+
+
+def _moved(
+    op: Op,
+    metas: Sequence[TensorMeta],
+    ins: Shapes,
+    outs: Shapes,
+    inside: Inside | None = None,
+    shares: Shares | None = None,
+) -> Seconds:
+    """Return the bytes that each strategy moves, less those that stay inside of a kernel with its neighbours."""
+    traffic = [_traffic(op, metas, i, o, inside, shares) for i, o in zip(ins, outs, strict=True)]
+    return np.array(traffic, dtype=np.float64)
 
 
 def accumulation_seconds(
@@ -137,14 +182,14 @@ def accumulation_seconds(
     return total
 
 
-def _core_work(op: Op, ins: Sequence[Sequence[Shape]], outs: Sequence[Sequence[Shape]], device: DeviceSpec) -> Seconds:
+def _core_work(op: Op, ins: Shapes, outs: Shapes, device: DeviceSpec) -> Seconds:
     """Return the evaluations of exp of each strategy, where the device is one that they bound."""
     if not device.transcendentals_per_s:
         return np.zeros(len(ins))
     return np.array([evaluations(op, i, o) for i, o in zip(ins, outs, strict=True)], dtype=np.float64)
 
 
-def _fresh(op: Op, outs: Sequence[Sequence[Shape]], device: DeviceSpec) -> Seconds:
+def _fresh(op: Op, outs: Shapes, device: DeviceSpec) -> Seconds:
     """Return the seconds of getting new memory for outputs that are too large to be kept by the allocator."""
     if not device.fresh_bytes:
         return np.zeros(len(outs))
@@ -264,9 +309,7 @@ def _convolution_backward(op: Op, ins: Sequence[Shape]) -> list[tuple[int, int, 
     return [compute.convolution_product(pixels, weight, of) for of in wanted] or [(1, 1, 1, 1)]
 
 
-def _product_seconds(
-    products: Sequence[Sequence[tuple[int, int, int, int]]], dtype: str, device: DeviceSpec, result_bytes: int = 0
-) -> Seconds:
+def _product_seconds(products: Products, dtype: str, device: DeviceSpec, result_bytes: int = 0) -> Seconds:
     total = np.zeros(len(products))
     for part in zip(*products, strict=True):
         batch, m, n, k = (np.array(column, dtype=np.float64) for column in zip(*part, strict=True))

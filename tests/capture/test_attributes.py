@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
+from tests.capture.program import run
 
 X = torch.randn(4, 4)
 
@@ -119,7 +120,10 @@ def counts_and_forgets(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_what_forward_keeps_for_itself_is_no_matter(change: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        capture(_model(change), (X,))
+        captured = capture(_model(change), (X,))
+
+    model = _model(change)
+    torch.testing.assert_close(run(captured, model, (X,)).result, model(X).detach())
 
 
 def test_what_the_user_compiled_is_not_run_on_tensors_without_memory():

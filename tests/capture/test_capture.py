@@ -448,6 +448,8 @@ def test_transformers_models_are_not_loaded_to_find_that_a_module_is_none_of_the
 
     FakeModel(nn.Linear(2, 2), FakeTensorMode(allow_non_fake_inputs=True))
 
+    assert "transformers.modeling_utils" not in sys.modules
+
 
 def test_a_tensor_written_through_its_transpose_is_viewed_as_it_lies_in_memory():
     class Scaled(nn.Linear):
