@@ -128,7 +128,7 @@ LARGE: dict[str, Made] = {
     "all": lambda x, y, loss: (x.repeat(1, 1, 200) > -9).all(0),
     "norm": lambda x, y, loss: x.repeat(1, 1, 200).norm(),
     "range": lambda x, y, loss: x.repeat(1, 1, 200).max() - x.repeat(1, 1, 200).min(),
-    "norm of order 3": lambda x, y, loss: torch.linalg.vector_norm(x.repeat(1, 1, 200), ord=3),
+    "norm of order 3": lambda x, y, loss: torch.linalg.vector_norm(x.repeat(1, 1, 200).double(), ord=3),
     "norms of classes": lambda x, y, loss: torch.linalg.vector_norm(x.repeat(1, 200, 1).double(), ord=0.5, dim=(0, 1)),
     "logarithm of a sum": lambda x, y, loss: x.repeat(1, 200, 1).logsumexp((0, 1)),
     "largest norm": lambda x, y, loss: torch.linalg.vector_norm(x.repeat(1, 1, 200), ord=float("inf")),
