@@ -111,18 +111,22 @@ def short(placement: Placement | None) -> str:
             return f"P{reduce}"
 
 
-def is_valid(shape: Sequence[int], layout: Layout, sizes: Sequence[int], *, padded: bool = False) -> bool:
+def is_valid(
+    shape: Sequence[int], layout: Layout, sizes: Sequence[int], *, padded: bool = False, first: int = 0
+) -> bool:
     """Return whether every shard divides its dimension evenly and no two split the same digit.
 
-    Rows on their experts' ranks are split by no other axis but where each rank has its own: how many there are is not
-    known. With `padded`, the innermost of a dimension need not divide it, where each rank could have an element.
+    Rows on their experts' ranks are split by no other axis but where each rank has its own, or in time (the `first`
+    leading axes), where each micro-batch has: how many there are is not known. With `padded`, the innermost of a
+    dimension need not divide it, where each rank could have an element.
     """
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for placement, size in zip(layout, sizes, strict=True):
         if isinstance(placement, Shard):
             by_dim.setdefault(placement.dim, []).append((placement.outer, size))
             if placement.rows == "expert" and any(
-                isinstance(each, Shard) and each.dim == placement.dim and each.rows in {"", "first"} for each in layout
+                isinstance(each, Shard) and each.dim == placement.dim and each.rows in {"", "first"}
+                for each in layout[first:]
             ):
                 return False
     for dim, digits in by_dim.items():

@@ -121,13 +121,13 @@ def route(
     now = before
     for goal in ((*after[:first], *before[first:]), after) if first else (after,):
         while now != goal:
-            step = _next(now, goal, shape, sizes)
+            step = _next(now, goal, shape, sizes, first)
             steps.append(step)
             now = step.after
     return tuple(steps)
 
 
-def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Step:
+def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, ...], first: int) -> Step:
     found: list[tuple[int, int, Step]] = []
     for axis, (have, want) in enumerate(zip(now, after, strict=True)):
         if have == want:
@@ -137,7 +137,7 @@ def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, 
         kind = _kind_through_replicate(have, want, sizes[axis], uneven=uneven)
         if kind == "all_gather" and isinstance(have, Shard):
             reached = (*now[:axis], Replicate(), *now[axis + 1 :])
-        if is_valid(shape, reached, sizes, padded=True):
+        if is_valid(shape, reached, sizes, padded=True, first=first):
             found.append((_ORDER.index(kind), axis, Step(kind, axis, now, reached)))
     if found:
         return min(found)[2]

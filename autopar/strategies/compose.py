@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from autopar.errors import InfeasibleError
@@ -88,7 +89,6 @@ def compose(
     Raises:
         InfeasibleError: what the axes admit of an operator, each by itself, does not divide on all of them together.
     """
-    sizes = tuple(axis.size for axis in axes)
     reps = graph.representatives
     per_axis: list[Mapping[str, tuple[Strategy, ...]]] = []
     unknown: dict[str, Op] = {}
@@ -112,7 +112,7 @@ def compose(
         # Whatever is no call has neither arguments nor inputs.
         key = (number, op.outputs, options, may_pad) if number >= 0 else (op.target, op.outputs, options, may_pad)
         if key not in products:
-            products[key] = _product(op, options, metas, sizes, may_pad)
+            products[key] = _product(op, options, metas, axes, may_pad)
             if not products[key]:
                 raise _nothing_divides(op, axes)
         of[op.name] = products[key]
@@ -466,17 +466,18 @@ def _product(
     op: Op,
     options: tuple[tuple[Strategy, ...], ...],
     metas: tuple[TensorMeta, ...],
-    sizes: tuple[int, ...],
+    axes: Sequence[AxisSpec],
     may_pad: bool,
 ) -> tuple[MeshStrategy, ...]:
-    outputs = op.outputs
+    outputs, sizes = op.outputs, tuple(axis.size for axis in axes)
+    divides = partial(is_valid, sizes=sizes, padded=may_pad, first=sum(axis.role == "time" for axis in axes))
     found: dict[tuple[object, ...], MeshStrategy] = {}
     for combination in itertools.product(*options):
         ins = tuple(nest(tuple(s.inputs[i] for s in combination), sizes) for i in range(len(metas)))
         outs = tuple(_output_layout(combination, i, sizes) for i in range(len(outputs)))
         pairs = zip(metas, ins, strict=True)
-        valid = all(is_valid(meta.shape, layout, sizes, padded=may_pad) for meta, layout in pairs) and all(
-            is_valid(meta.shape, layout, sizes, padded=may_pad)
+        valid = all(divides(meta.shape, layout) for meta, layout in pairs) and all(
+            divides(meta.shape, layout)
             for meta, layout in zip(outputs, outs, strict=True)
             if meta is not None and layout is not None
         )

@@ -99,12 +99,14 @@ def goes_to_experts(plan: Plan) -> bool:
 
 CASES: list[tuple[str, dict[str, int]]] = [
     ("gated", {"ep": 4}),
-    ("gated", {"ep": 2, "dp_replicate": 2, "microbatch": 4}),
+    ("gated", {"ep": 2, "dp_replicate": 2, "microbatch": 2}),
     ("gated", {"ep": 2, "dp_shard": 2, "zero": 3}),
     ("gated", {"ep": 2, "tp": 2}),
     ("layers", {"ep": 2, "pp": 2, "microbatch": 8}),
+    ("layers", {"ep": 2, "pp": 2, "microbatch": 2}),
+    ("layers", {"ep": 4, "microbatch": 1}),
     ("biased", {"ep": 4}),
-    ("biased", {"ep": 2, "dp_shard": 2, "zero": 3, "microbatch": 4}),
+    ("biased", {"ep": 2, "dp_shard": 2, "zero": 3, "microbatch": 2}),
 ]
 
 
