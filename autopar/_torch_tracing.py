@@ -160,9 +160,8 @@ def known_numbers(value_of: Callable[[fx.Node], torch.Tensor | None]) -> Iterato
     kind: Any = TensorVariable
     own = kind.call_method
 
-    def known(variable: Any) -> Any:
-        found = value_of(variable.as_proxy().node) if type(variable) is TensorVariable else None
-        return None if found is None else found
+    def known(variable: Any) -> torch.Tensor | None:
+        return value_of(variable.as_proxy().node) if type(variable) is TensorVariable else None
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         found = known(self) if name in {"item", "tolist"} and not args and not kwargs else None

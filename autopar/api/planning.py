@@ -15,18 +15,17 @@ from autopar.api.admitted import require_admitted, splits_tensors
 from autopar.api.alternatives import alternatives
 from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.floors import WAYS
-from autopar.api.kinds import shape_of
 from autopar.api.microbatching import nothing_divides
 from autopar.api.naming import name_axes, repeating
 from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped
 from autopar.api.proving import proven_s
 from autopar.api.sequences import splits_tokens
+from autopar.api.smallest import smallest
 from autopar.api.solving import Solved, Solving
 from autopar.api.standing import Standing
 from autopar.api.wishes import Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
-from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
@@ -34,14 +33,12 @@ from autopar.ir.plan import Decisions, Fingerprint, Plan, Solver, Warned, Worklo
 from autopar.ir.stages import too_many_stages, units
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
-from autopar.search.fitting import smallest_peak
-from autopar.search.ilp import Limits, Solution
+from autopar.search.ilp import Solution
 from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, by_tokens, candidates
 from autopar.search.trials import Trial, Uniform, depths, in_time
 from autopar.strategies.experts import experts
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import CostModelError
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,6 @@ _INDISTINCT = 0.02
 Predictions of step times are not that good (benchmarks/results/testbed.jsonl), and what each more collective costs on
 top of its price is never in its favour.
 """
-
-
-_SMALLEST = 4
-"""Meshes on which the smallest plan is sought, for an error that says how far it is from fitting."""
 
 
 @dataclass
@@ -107,7 +100,7 @@ class Planner:
                 raise KeyboardInterrupt
             best = self._without_time(outer, [*whole, *others], wishes)
         if best is None:
-            best = self._smallest(wishes, outer.standing.solved)
+            best = smallest(self._solving, wishes, outer.standing.solved)
             best.solution = replace(best.solution, bound_s=outer.standing.lightest_s(best.trial))
             outer.standing.solved.append(best)
         if not outer.interrupted:
@@ -140,7 +133,7 @@ class Planner:
             solved = self._solve_one(Trial(candidate), wishes)
             if solved.outcome is not None:
                 break
-        outcome = solved.outcome or self._smallest(wishes, [solved]).outcome
+        outcome = solved.outcome or smallest(self._solving, wishes, [solved]).outcome
         if outcome is None:
             raise RuntimeError("the smallest plan has no outcome")
         estimates = outcome.estimates(
@@ -337,66 +330,6 @@ class Planner:
         mesh = tuple(replace(axis, role=roles[0]) if axis.role == "free" else axis for axis in trial.mesh)
         self.progress.phase("time is over without a plan: data parallelism")
         return self._solve_one(replace(trial, mesh=mesh), wishes)
-
-    def _smallest(self, wishes: Wishes, solved: Sequence[Solved]) -> Solved:
-        """Return the plan that needs least memory, of a search that found none: it may fit where the search saw none.
-
-        That counts values up to their last reader; what a plan holds is less where only copies are read by then.
-
-        Raises:
-            InfeasibleError: it does not fit; with how far it is from that, and what would make it fit.
-        """
-        least: Outcome | None = None
-        trial = Trial(())
-        refused: InfeasibleError | None = None
-        no_price = ""
-        failed = [one for one in solved if one.solution.status in {"infeasible", "cutoff"}]
-        if wishes.depth not in {None, 1} and failed:
-            raise self._no_stages(wishes, max(failed, key=infeasible.thrift).why_not)
-        held = partial(self._least_bytes, wishes=wishes)
-        tried = 0
-        for one in infeasible.thriftiest(failed, held):
-            if tried == _SMALLEST:
-                break
-            try:
-                links, pricing = self._solving.price(one.trial, wishes)
-            except InfeasibleError as error:
-                refused = refused or error
-                continue
-            except CostModelError as error:
-                no_price = no_price or str(error)
-                continue
-            tried += 1
-            found = smallest_peak(pricing.table, Limits(self._solving.budget, 20.0, 0.01, self.options.seed))
-            if not found.options:
-                continue
-            graph = self._solving.graph(one.trial.recompute, wishes)
-            outcome = Outcome(graph, pricing, links, found.options, self.options.optimizer)
-            if least is None or outcome.memory().total < least.memory().total:
-                least, trial = outcome, one.trial
-        if least is None and refused is not None:
-            raise refused
-        if least is None:
-            why = no_price or (failed[0].why_not if failed else "no candidate mesh admits a plan")
-            raise infeasible.wishes(why)
-        if least.memory().total > self._solving.budget:
-            raise infeasible.memory(least, trial.ranks, self._solving.budget, self.cluster, self.options)
-        return Solved(trial, Solution("gap", least.options, least.step_s, 0.0), least, least.step_s)
-
-    def _least_bytes(self, trial: Trial, wishes: Wishes) -> float:
-        """Return about what a rank holds at least."""
-        return self._solving.rough(trial.recompute, wishes).least_bytes(shape_of(trial))
-
-    def _no_stages(self, wishes: Wishes, why: str) -> InfeasibleError:
-        """Return the error about stages that are asked for, of which `why` tells what one mesh inside them lacks."""
-        batch, devices = self.program.graph.batch_size, self.cluster.device_count
-        depth, per_node = wishes.depth or 1, self._solving.equal.devices_per_node
-        width = devices // depth
-        if width % per_node and per_node % width:
-            return infeasible.straddling(wishes.fixed, depth, per_node, devices)
-        if set(wishes.fixed) <= {"pp"} and batch and batch % width:
-            return infeasible.width_of_stages(width, devices, batch, why)
-        return infeasible.wishes(why)
 
     def _finish(self, best: Solved, outer: Outer, seconds: float) -> Plan:
         outcome, solved = best.outcome, outer.standing.solved

@@ -31,6 +31,9 @@ _COMPUTES = (
     "aten.scatter_add",
 )  # fmt: skip
 
+ENDS_OF_EXPERTS = 2
+"""Which of the tensors that a product of tokens with their experts reads says where each expert's tokens end."""
+
 _SUMS = frozenset({"aten.add.Tensor"})
 
 _PERMUTES = frozenset({"aten.t.default", "aten.transpose.int", "aten.permute.default"})

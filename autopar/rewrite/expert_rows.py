@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
+from autopar.ir.roles import ENDS_OF_EXPERTS
 from autopar.ir.strategy import MeshStrategy
 from autopar.rewrite.errors import RewriteError
-
-_ENDS = 2
-"""Which of the tensors that a product of tokens with their experts reads says where each expert's tokens end."""
 
 
 def ends_of_rows(graph: Graph, decisions: Decisions) -> dict[Ref, Ref]:
@@ -39,7 +37,7 @@ def ends_of_rows(graph: Graph, decisions: Decisions) -> dict[Ref, Ref]:
         for value in values[1:]:
             above[root(value)] = root(values[0])
         if routed:
-            ends.append((values[0], op.refs[_ENDS]))
+            ends.append((values[0], op.refs[ENDS_OF_EXPERTS]))
     found: dict[Ref, Ref] = {}
     for value, end in ends:
         if found.setdefault(root(value), end) != end:
@@ -54,7 +52,7 @@ def has_experts_rows(strategy: MeshStrategy) -> bool:
 
 def _on_experts_ranks(op: Op, strategy: MeshStrategy, *, routed: bool) -> Iterator[Ref]:
     for slot, (ref, layout) in enumerate(zip(op.refs, strategy.inputs, strict=True)):
-        if _is_there(layout) and not (routed and slot == _ENDS):
+        if _is_there(layout) and not (routed and slot == ENDS_OF_EXPERTS):
             yield ref
     for index, made in enumerate(strategy.outputs):
         if made is not None and _is_there(made):

@@ -37,6 +37,7 @@ from autopar.strategies.own_rows import runs_kept
 from autopar.strategies.own_samples import on_own_samples, on_ranks_of_experts
 from autopar.strategies.padding import may_be_padded, with_padding
 from autopar.strategies.regions import region
+from autopar.strategies.wanted import Strided, calls_of, wanted_shards
 
 Role = Literal["free", "batch", "tensor", "time", "expert", "sequence"]
 Hints = tuple[frozenset[Shard], ...]
@@ -99,7 +100,7 @@ def compose(
         _, found, missing = shared[id(graph), axis]
         unknown.update(missing)
         per_axis.append(found)
-    settled, calls = _small_tables(graph), _calls(graph)
+    settled, calls = _small_tables(graph), calls_of(graph)
     products: dict[tuple[object, ...], tuple[MeshStrategy, ...]] = {}
     of: dict[str, tuple[MeshStrategy, ...]] = {}
     for op in reps:
@@ -143,11 +144,11 @@ def _on_axis(
     graph: Graph, reps: Sequence[Op], axis: AxisSpec, enumerate_axis: Enumerate
 ) -> tuple[dict[str, tuple[Strategy, ...]], dict[str, Op]]:
     cache: dict[object, tuple[tuple[Strategy, ...], bool]] = {}
-    strided: dict[int, _Strided] = {}
+    strided: dict[int, Strided] = {}
     wanted: dict[tuple[str, int], frozenset[Shard]] = {}
     while True:
         found, unknown = _forward(graph, axis, enumerate_axis, cache, wanted)
-        more = _wanted(graph, reps, found, strided)
+        more = wanted_shards(graph, reps, found, strided)
         grown = wanted | {key: wanted.get(key, frozenset()) | shards for key, shards in more.items()}
         if grown == wanted:
             break
@@ -185,7 +186,7 @@ def _forward(
     made: dict[tuple[str, int], frozenset[Shard]] = {}
     found: dict[str, tuple[Strategy, ...]] = {}
     unknown: dict[str, Op] = {}
-    calls, nothing = _calls(graph), frozenset[Shard]()
+    calls, nothing = calls_of(graph), frozenset[Shard]()
     for rep, (op, *_) in graph.instances.items():
         if op.kind == "call":
             kind, metas, read = calls[rep]
@@ -206,75 +207,6 @@ def _forward(
         if axis.role == "time" and op.kind == "call":
             made[rep, 0] |= runs_kept(op, metas, hints)
     return found, unknown
-
-
-@once_per_graph
-def _calls(graph: Graph) -> dict[str, tuple[int, tuple[TensorMeta, ...], tuple[tuple[str, int], ...]]]:
-    """Return, of each representative call, a number that equal calls share, and what it reads: metas and values."""
-    numbers: dict[object, int] = {}
-    found = {}
-    for rep, (op, *_) in graph.instances.items():
-        if op.kind == "call":
-            metas = tuple(graph.meta(ref) for ref in op.refs)
-            number = numbers.setdefault((op.target, _shape_of_args(op), metas, op.outputs), len(numbers))
-            found[rep] = number, metas, tuple((graph.representative(ref.op), ref.index) for ref in op.refs)
-    return found
-
-
-_Strided = tuple[tuple[Strategy, ...], frozenset[tuple[int, Shard]]]
-"""Strategies, and which strided shards they take in which slots: remembered by the identity of the former."""
-
-
-def _strided(strategies: tuple[Strategy, ...]) -> _Strided:
-    placed = ((slot, each) for strategy in strategies for slot, each in enumerate(strategy.inputs))
-    return strategies, frozenset((slot, each) for slot, each in placed if isinstance(each, Shard) and each.outer > 1)
-
-
-def _wanted(
-    graph: Graph, reps: Sequence[Op], found: Mapping[str, tuple[Strategy, ...]], known: dict[int, _Strided]
-) -> dict[tuple[str, int], frozenset[Shard]]:
-    """Return the strided shards of each value that its readers take, where its producer does not offer them.
-
-    A fused projection is split within each of its parts, which only what cuts it apart knows. `known` is filled with
-    what strategies take, and keeps them: most are the same when it is asked again.
-    """
-    wanted: dict[tuple[str, int], set[Shard]] = {}
-    sources = _sources(graph)
-    for rep, strategies in found.items():
-        if id(strategies) not in known:
-            known[id(strategies)] = _strided(strategies)
-        for slot, each in known[id(strategies)][1]:
-            for source in sources[rep][slot]:
-                wanted.setdefault(source, set()).add(each)
-    for op in reps:
-        for index in range(len(op.outputs)):
-            if (op.name, index) in wanted:
-                wanted[op.name, index] -= {s.outputs[index] for s in found[op.name] if s.outputs[index]}
-    calls = {op.name for op in reps if op.kind == "call"}
-    return {key: frozenset(shards) for key, shards in wanted.items() if shards and key[0] in calls}
-
-
-@once_per_graph
-def _sources(graph: Graph) -> dict[str, list[set[tuple[str, int]]]]:
-    """Return what the operators that a representative stands for read in each slot, by its own representative."""
-    found: dict[str, list[set[tuple[str, int]]]] = {}
-    for rep, instances in graph.instances.items():
-        found[rep] = [set() for _ in instances[0].refs]
-        for op in instances:
-            for slot, ref in enumerate(op.refs):
-                found[rep][slot].add((graph.representative(ref.op), ref.index))
-    return found
-
-
-def _shape_of_args(op: Op) -> object:
-    """Return the arguments with references reduced to their position, so that equal calls compare equal."""
-
-    def strip(arg: object) -> object:
-        if isinstance(arg, Ref):
-            return "ref"
-        return tuple(map(strip, arg)) if isinstance(arg, tuple) else (type(arg).__name__, arg)
-
-    return (strip(op.args), tuple((key, strip(value)) for key, value in op.kwargs))
 
 
 def _start(graph: Graph, op: Op, axis: AxisSpec) -> tuple[Strategy, ...]:

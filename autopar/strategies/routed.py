@@ -14,6 +14,7 @@ from dataclasses import replace
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.microbatches import OWN
 from autopar.ir.placement import Partial, Placement, Replicate, Shard, is_own, is_valid
+from autopar.ir.roles import ENDS_OF_EXPERTS
 from autopar.ir.strategy import Strategy
 from autopar.strategies.moe import RULES as GROUPED
 from autopar.strategies.pointwise import is_pointwise
@@ -59,14 +60,11 @@ def _taken(
     for rep in own:
         for op in graph.instances[rep]:
             if _is_product(op):
-                ends = graph.meta(op.refs[_ENDS])
+                ends = graph.meta(op.refs[ENDS_OF_EXPERTS])
                 if not is_valid(ends.shape, (Shard(0),), (size,)):
                     return frozenset()
                 found.add(orders.get(op.refs[0], ""))
     return frozenset(found - {""})
-
-
-_ENDS = 2
 
 
 def _is_product(op: Op) -> bool:

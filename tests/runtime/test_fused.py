@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from tests.support.fused import Attention, Bags, Blocks, Gated, Merged
 from tests.support.ranks import RankPool
-from tests.support.training import whole
+from tests.support.training import same_step
 
 
 def train(_rank: int, make: Callable[[], nn.Module], inputs: Tensor, fix: dict[str, int]) -> None:
@@ -20,15 +20,7 @@ def train(_rank: int, make: Callable[[], nn.Module], inputs: Tensor, fix: dict[s
     torch.manual_seed(0)
     model = make().double()
     compiled = autopar.compile(copy.deepcopy(model), "cpu:2", example_inputs=(inputs,), fix=fix)
-
-    wanted, found = model(inputs), compiled(inputs)
-    wanted.backward()
-    found.backward()
-
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    expected = dict(model.named_parameters())
-    for key, each in compiled.named_parameters():
-        torch.testing.assert_close(whole(each.grad), expected[key].grad, rtol=1e-9, atol=1e-12)
+    same_step(compiled, model, (inputs,))
 
 
 def attention() -> nn.Module:

@@ -19,7 +19,7 @@ from autopar.rewrite import rewrite
 from tests.support.ranks import RankPool
 from tests.support.remembering import remembered
 from tests.support.routing import Experts, Gated
-from tests.support.training import whole
+from tests.support.training import same_step
 
 BATCH, TOKENS = 16, 256
 """Enough tokens that sending each to its experts is cheaper than giving all ranks all of them."""
@@ -77,13 +77,7 @@ def train(_rank: int, name: str, fix: dict[str, int]) -> None:
     for inputs in (x, x.flip(0) + 1.0):
         model.zero_grad()
         compiled.zero_grad()
-        found, wanted = compiled(inputs), model(inputs)
-        found.backward()
-        wanted.backward()
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-        expected = dict(model.named_parameters())
-        for key, each in compiled.named_parameters():
-            torch.testing.assert_close(whole(each.grad), expected[key].grad, rtol=1e-9, atol=1e-12)
+        same_step(compiled, model, (inputs,))
 
 
 def planned(name: str, fix: dict[str, int], cluster: str = "cpu:4") -> Plan:
@@ -141,13 +135,7 @@ def step_in_levels(_rank: int, path: str) -> None:
     plan = Plan.load(Path(path))
     spec = autopar.ClusterSpec.from_dict(plan.cluster)
     compiled = autopar.compile(copy.deepcopy(model), spec, example_inputs=(x,), plan=plan)
-    found, wanted = compiled(x), model(x)
-    found.backward()
-    wanted.backward()
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    expected = dict(model.named_parameters())
-    for key, each in compiled.named_parameters():
-        torch.testing.assert_close(whole(each.grad), expected[key].grad, rtol=1e-9, atol=1e-12)
+    same_step(compiled, model, (x,))
 
 
 def test_tokens_may_go_in_two_levels(pool: RankPool, tmp_path: Path) -> None:

@@ -44,6 +44,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def same_step(mine: nn.Module, reference: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Check that loss and gradients of a step in float64 are the reference's."""
+    found, wanted = mine(*inputs), reference(*inputs)
+    found.backward()
+    wanted.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    expected = dict(reference.named_parameters())
+    for key, each in mine.named_parameters():
+        torch.testing.assert_close(whole(each.grad), expected[key].grad, rtol=1e-9, atol=1e-12)
+
+
 def train(
     reference: nn.Module, example: Any, cluster: str | ClusterSpec, fix: dict[str, Any], scale: float = 1.0
 ) -> Trained:
