@@ -97,10 +97,10 @@ def dynamo_settings(**wanted: Any) -> Any:
     return torch._dynamo.config.patch(known)
 
 
-def kernels_under_autocast_of_cpu() -> Any:
-    """Return a library of ATen operators as autocast runs them on the CPU: `impl` adds one, `_destroy` ends all."""
+def kernels_under_autocast_of_cpu(namespace: str = "aten") -> Any:
+    """Return a library of operators as autocast runs them on the CPU: `impl` adds one, `_destroy` ends all."""
     library: Any = torch.library.Library
-    return library("aten", "IMPL", "AutocastCPU")
+    return library(namespace, "IMPL", "AutocastCPU")
 
 
 def without_autocast_of_cpu() -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,6 +13,7 @@ from autopar.api.collecting import seldom_collected
 from autopar.api.planning import Planner, Program
 from autopar.api.precisions import fastest
 from autopar.capture import Captured, capture
+from autopar.capture.autocasting import policy
 from autopar.capture.deepen import deepened
 from autopar.errors import CaptureError, UsageError
 from autopar.ir.graph import Graph
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["plan", "plan_captured", "plan_reference", "read_cluster"]
 
 Cluster = ClusterSpec | str | Path
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def plan(
@@ -130,8 +128,8 @@ def program_of(model: torch.nn.Module, shallow: Shallow | None, example_inputs: 
 
 
 def captured_for(model: torch.nn.Module, example_inputs: Any, precision: str, **how: bool) -> Captured:
-    """Return the program of a model under a precision policy (autocast, parameters stay as they are)."""
-    with _precision(precision):
+    """Return the program of a model under a precision policy (products in its type, parameters as they are)."""
+    with policy(precision):
         return capture(model, example_inputs, **how)
 
 
@@ -180,16 +178,6 @@ def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -
         return ClusterSpec.parse(str(given))
     except CostModelError as error:
         raise UsageError(str(error)) from None
-
-
-@contextmanager
-def _precision(precision: str) -> Iterator[None]:
-    dtype = AUTOCAST.get(precision)
-    if dtype is None:
-        yield
-        return
-    with torch.autocast("cpu", dtype=dtype):
-        yield
 
 
 def _check_batch(graph: Graph, options: PlanOptions, way_out: str = "") -> None:

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.api import AUTOCAST, Cluster, captured_for, plan_captured, plan_model, read_cluster
+from autopar.api import Cluster, captured_for, plan_captured, plan_model, read_cluster
 from autopar.api.planning import Planner, Program
 from autopar.api.staging import Budget, blocks, depth, evaluated, is_staged, staged_program
 from autopar.api.stale import require_fresh
 from autopar.capture import Captured, batch_size
+from autopar.capture.autocasting import AUTOCAST
 from autopar.capture.recompute import recomputed
 from autopar.errors import UsageError
 from autopar.ir.plan import Decisions, Plan

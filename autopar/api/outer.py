@@ -201,19 +201,20 @@ class Outer:
 
         A size that just fits is often between one that does not and one that wastes time on small operators.
         """
-        left = _CLIMBED
+        left, climbed = _CLIMBED, set[Trial]()
         while left > 0 and self.standing.left_to_try_s > 0 and self.standing.wishes.microbatch is None:
             found = [
                 one for one in self.standing.solved if one.outcome is not None and isinstance(one.trial.recompute, str)
             ]
             best = min(found, key=lambda each: each.step_s / self.standing.slack(each.trial), default=None)
-            near = [] if best is None else self._near(best.trial)
+            near = [] if best is None else [each for each in self._near(best.trial) if each not in climbed]
             if not near:
                 return
             likely = self.standing.estimates.more(near, fits=self.standing.best is not None)
             # What fits with nothing recomputed rules out its like; that it looks slow rules out nothing here.
             near = sorted(near, key=lambda each: (each.recompute != "none", likely[each]))[:left]
             left -= len(near)
+            climbed.update(near)
             for trial in near:
                 if self.standing.left_to_try_s > 0 and not self.standing.needs_less(trial):
                     self.standing.reopen([trial])

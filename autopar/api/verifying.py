@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 
 from autopar._torch import pytree
 from autopar.api import compiling
+from autopar.capture.autocasting import policy
 from autopar.errors import UsageError
 from autopar.figures import format_bytes
 from autopar.ir.plan import Plan
@@ -51,7 +51,6 @@ _OPTIMIZERS: Mapping[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, eps=_EPS),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
 }
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -80,14 +79,14 @@ def verify_on_rank(plan: Plan, model: nn.Module, inputs: Any, folder: Path) -> l
     with ranks.together("train the model on one device"):
         if ranks.rank == 0:
             draws = _draws(model, inputs)
-            alone = _train(copy.deepcopy(model), inputs, plan, _precision(plan))
+            alone = _train(copy.deepcopy(model), inputs, plan, plan.workload.precision)
             torch.save(vars(alone), stored)
             del alone
     draws = ranks.from_first(draws)
     witness = Witness()
     cluster = ClusterSpec.from_dict(plan.cluster)
     made = compiling.compile(model, cluster, example_inputs=inputs, plan=plan, device="cpu", backend=witness)
-    found = _train(made, inputs, plan, nullcontext())
+    found = _train(made, inputs, plan, "fp32")
     orders = ranks.gather(witness.order)
     checks = _numerics(found, stored, plan, ranks) if not draws else [_no_numerics()]
     checks.append(_replicas(found))
@@ -95,11 +94,6 @@ def verify_on_rank(plan: Plan, model: nn.Module, inputs: Any, folder: Path) -> l
     del found
     checks.append(_memory(made, inputs, plan, ranks))
     return checks
-
-
-def _precision(plan: Plan) -> AbstractContextManager[Any]:
-    dtype = _AUTOCAST.get(plan.workload.precision)
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
 def _loss(model: nn.Module, inputs: Any) -> torch.Tensor:
@@ -129,14 +123,15 @@ def _draws(model: nn.Module, inputs: Any) -> bool:
     return any(not torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
-def _train(model: nn.Module, inputs: Any, plan: Plan, precision: AbstractContextManager[Any]) -> Training:
+def _train(model: nn.Module, inputs: Any, plan: Plan, precision: str) -> Training:
+    """Return what steps of a model give that computes as a policy has it; `fp32`: as it is."""
     named = plan.workload.optimizer
     optimizer = _OPTIMIZERS[named](model.parameters()) if named in _OPTIMIZERS else None
     losses: list[Any] = []
     gradients: dict[str, Any] = {}
     torch.manual_seed(0)
     for step in range(STEPS if optimizer is not None else 1):
-        with precision:
+        with policy(precision):
             loss = _loss(model, inputs)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().clone())

@@ -1,9 +1,13 @@
-"""What torch.autocast does on a GPU, in a capture on the CPU: which operators it runs in 16 bits, and which in float32.
+"""What runs in 16 bits under a precision policy, and under torch.autocast on a GPU, in a capture on the CPU.
 
-    with autocast_as_on_gpu(torch.bfloat16):
+    with policy("bf16"):                     # or autocast_as_on_gpu(torch.bfloat16), by the lists of CUDA devices
         captured = capture(model, inputs)    # parameters stay in float32, casts are operators of the program
 
-Products are cast to 16 bits on both. A GPU runs norms, softmax, sums, powers and losses in float32 besides, which the
+A policy is torch.autocast with the products of experts. Torch's lists lack these (pytorch issue 174763), and so models
+whose parameters are in float32 would multiply by experts, most of what a mixture computes, in float32 too: on an H100
+that takes ten times as long, and what is gathered has twice the bytes.
+
+GPUs cast products to 16 bits as CPUs do. They run norms, softmax, sums, powers and losses in float32 besides, which the
 CPU's list leaves in the type of what they read. Autocast's cache casts a parameter once for a forward: so does a
 program, in which equal casts are one.
 """
@@ -11,12 +15,15 @@ program, in which equal casts are one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from autopar._torch import kernels_under_autocast_of_cpu, without_autocast_of_cpu
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The types that products compute in under the precision policies that are not float32's."""
 
 _SHORT = frozenset({torch.bfloat16, torch.float16})
 
@@ -38,6 +45,33 @@ _OF_HALVES = {
 """Those whose kernels read float16 and write float32 (`half_to_float`), and cast bfloat16 before."""
 
 
+_OF_EXPERTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+"""Products of each expert's tokens with its weights; the latter is there once transformers is imported."""
+
+
+def policy(precision: str) -> AbstractContextManager[None]:
+    """Return a context in which models compute on the CPU as a plan's precision has it; `fp32` changes nothing."""
+    return _autocast(AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+
+
+@contextmanager
+def _autocast(dtype: torch.dtype) -> Iterator[None]:
+    """Compute under torch.autocast on the CPU, products of experts too; their gradients follow from these."""
+    libraries = []
+    try:
+        for name in _OF_EXPERTS:
+            namespace, _, packet = name.partition(".")
+            operator = getattr(getattr(torch.ops, namespace), packet, None)
+            if operator is not None:
+                libraries.append(kernels_under_autocast_of_cpu(namespace))
+                libraries[-1].impl(packet, _narrowing(operator.default, dtype))
+        with torch.autocast("cpu", dtype=dtype):
+            yield
+    finally:
+        for library in libraries:
+            library._destroy()
+
+
 @contextmanager
 def autocast_as_on_gpu(dtype: torch.dtype) -> Iterator[None]:
     """Capture under autocast to `dtype`, by the lists of CUDA devices."""
@@ -56,6 +90,20 @@ def autocast_as_on_gpu(dtype: torch.dtype) -> Iterator[None]:
 def _overload(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _narrowing(operator: Any, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return the operator, on what it reads of float32 and 16 bits in `dtype`."""
+
+    def short(value: Any) -> Any:
+        of_them = isinstance(value, torch.Tensor) and value.dtype in _SHORT | {torch.float32}
+        return value.to(dtype) if of_them else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_autocast_of_cpu():
+            return operator(*(short(each) for each in args), **{name: short(each) for name, each in kwargs.items()})
+
+    return run
 
 
 def _casting(operator: Any) -> Callable[..., Any]:

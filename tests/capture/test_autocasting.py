@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.capture.autocasting import autocast_as_on_gpu
+from autopar.capture.autocasting import autocast_as_on_gpu, policy
 from autopar.ir.graph import Graph
 from autopar.models.zoo.gpt import GptSettings
 
@@ -70,3 +70,41 @@ def test_the_cpus_own_list_is_as_it_was_afterwards():
         made = nn.LayerNorm(8)(torch.randn(2, 8, dtype=torch.bfloat16))
     assert made.dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Experts(nn.Module):
+    """Four experts; a token's rows come sorted by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 8))
+        self.register_buffer("ends", torch.tensor([2, 5, 6, 8], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight, offs=self.ends).float().square().sum()
+
+
+def test_a_policy_multiplies_by_experts_in_16_bits_with_parameters_and_their_gradients_in_float32():
+    model, rows = Experts(), torch.randn(8, 16)
+    with policy("bf16"):
+        graph = capture(model, (rows,)).graph
+
+    products = [op for op in graph.ops if op.target == "aten._grouped_mm.default"]
+    assert len(products) == 2  # rows are no parameter: nothing asks for their gradient
+    assert {graph.meta(ref).dtype for op in products for ref in op.refs[:2]} == {"bfloat16"}
+    assert {op.outputs[0].dtype for op in graph.ops if op.kind == "parameter"} == {"float32"}
+
+
+def test_experts_of_a_policy_give_the_products_of_their_rows_and_torch_is_as_before_after_it():
+    model, rows = Experts(), torch.randn(8, 16)
+    parts = rows.bfloat16().split([2, 3, 1, 2])
+    alone = torch.cat([part @ weight for part, weight in zip(parts, model.weight.bfloat16(), strict=True)])
+    with policy("bf16"):
+        made = torch._grouped_mm(rows, model.weight, offs=model.ends)
+    after = torch._grouped_mm(rows, model.weight, offs=model.ends)
+
+    assert torch.equal(made, alone)
+    assert (after.dtype, made.dtype) == (torch.float32, torch.bfloat16)
+    made.float().sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float32

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.capture.autocasting import policy
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Plan
 from autopar.rewrite import rewrite
 from tests.support.ranks import RankPool
 from tests.support.remembering import remembered
 from tests.support.routing import Experts, Gated
-from tests.support.training import same_step
+from tests.support.training import same_step, whole
 
 BATCH, TOKENS = 16, 256
 """Enough tokens that sending each to its experts is cheaper than giving all ranks all of them."""
@@ -108,6 +109,28 @@ CASES: list[tuple[str, dict[str, int]]] = [
 def test_tokens_sent_to_their_experts_train_as_on_one_device(pool: RankPool, name: str, fix: dict[str, int]) -> None:
     assert goes_to_experts(planned(name, fix))
     pool.values(train, name, fix)
+
+
+def in_16_bits(_rank: int, fix: dict[str, int]) -> tuple[float, float]:
+    """Return how far loss and gradients of a step of the `bf16` policy are from those of one device."""
+    torch.manual_seed(4)
+    model, x = Biased(), torch.randn(BATCH, TOKENS, 16)
+    compiled = autopar.compile(copy.deepcopy(model), "cpu:4", example_inputs=(x,), fix=fix, precision="bf16")
+    with policy("bf16"):
+        wanted = model(x)
+    made = compiled(x)
+    wanted.backward()
+    made.backward()
+    held = dict(compiled.named_parameters())
+    far = [(whole(held[name].grad) - each.grad).norm() / each.grad.norm() for name, each in model.named_parameters()]
+    return abs(made.item() / wanted.item() - 1), max(far).item()
+
+
+@pytest.mark.parametrize("fix", [{"ep": 4}, {"ep": 2, "dp_shard": 2, "microbatch": 2}], ids=str)
+def test_a_policy_of_16_bits_multiplies_by_experts_as_on_one_device(pool: RankPool, fix: dict[str, int]) -> None:
+    for loss, gradient in pool.values(in_16_bits, fix):
+        assert loss < 1e-3
+        assert gradient < 2e-2
 
 
 @pytest.mark.parametrize("name", ["idle experts", "idle ranks"])
