@@ -78,7 +78,8 @@ class PlanOptions:
     """Overrides of the model's configuration, as text: the model knows the type of each."""
 
     precision: Precision = "fp32"
-    """Type of the computation (autocast; parameters stay as they are); `auto`: the faster of fp32 and bf16."""
+    """Type of the computation (autocast, and products of experts; parameters stay as they are); `auto`: the faster of
+    fp32 and bf16."""
 
     reduce_dtype: ReduceDtype = "own"
     """In which type gradients of 16 bits are summed over ranks: their own, or float32, which moves twice the bytes.

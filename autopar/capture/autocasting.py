@@ -4,8 +4,8 @@
         captured = capture(model, inputs)    # parameters stay in float32, casts are operators of the program
 
 A policy is torch.autocast with the products of experts. Torch's lists lack these (pytorch issue 174763), and so models
-whose parameters are in float32 would multiply by experts, most of what a mixture computes, in float32 too: on an H100
-that takes ten times as long, and what is gathered has twice the bytes.
+whose parameters are in float32 would multiply by experts, most of what a mixture computes, in float32 too, and gather
+twice the bytes (ADR 0017).
 
 GPUs cast products to 16 bits as CPUs do. They run norms, softmax, sums, powers and losses in float32 besides, which the
 CPU's list leaves in the type of what they read. Autocast's cache casts a parameter once for a forward: so does a
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,6 @@ _OF_HALVES = {
 }
 """Those whose kernels read float16 and write float32 (`half_to_float`), and cast bfloat16 before."""
 
-
 _OF_EXPERTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 """Products of each expert's tokens with its weights; the latter is there once transformers is imported."""
 
@@ -64,7 +64,7 @@ def _autocast(dtype: torch.dtype) -> Iterator[None]:
             operator = getattr(getattr(torch.ops, namespace), packet, None)
             if operator is not None:
                 libraries.append(kernels_under_autocast_of_cpu(namespace))
-                libraries[-1].impl(packet, _narrowing(operator.default, dtype))
+                libraries[-1].impl(packet, _casting(operator.default, partial(_short, dtype=dtype)))
         with torch.autocast("cpu", dtype=dtype):
             yield
     finally:
@@ -78,7 +78,7 @@ def autocast_as_on_gpu(dtype: torch.dtype) -> Iterator[None]:
     library = kernels_under_autocast_of_cpu()
     try:
         for name in _IN_FLOAT32:
-            library.impl(name, _casting(_overload(name)))
+            library.impl(name, _casting(_overload(name), _long))
         for name in _INTO_FLOAT32:
             library.impl(name, _asking(_overload(name), _OF_HALVES.get(name)))
         with torch.autocast("cpu", dtype=dtype):
@@ -92,26 +92,12 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _narrowing(operator: Any, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return the operator, on what it reads of float32 and 16 bits in `dtype`."""
-
-    def short(value: Any) -> Any:
-        of_them = isinstance(value, torch.Tensor) and value.dtype in _SHORT | {torch.float32}
-        return value.to(dtype) if of_them else value
+def _casting(operator: Any, cast: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return the operator, on what `cast` makes of each value that it reads."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with without_autocast_of_cpu():
-            return operator(*(short(each) for each in args), **{name: short(each) for name, each in kwargs.items()})
-
-    return run
-
-
-def _casting(operator: Any) -> Callable[..., Any]:
-    """Return the operator, on what it reads of 16 bits in float32."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with without_autocast_of_cpu():
-            return operator(*(_long(each) for each in args), **{name: _long(each) for name, each in kwargs.items()})
+            return operator(*(cast(each) for each in args), **{name: cast(each) for name, each in kwargs.items()})
 
     return run
 
@@ -130,5 +116,11 @@ def _asking(operator: Any, of_halves: Any | None) -> Callable[..., Any]:
     return run
 
 
+def _short(value: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor of float32 or of 16 bits in `dtype`, anything else as it is."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in _SHORT | {torch.float32} else value
+
+
 def _long(value: Any) -> Any:
+    """Return a tensor of 16 bits in float32, anything else as it is."""
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _SHORT else value

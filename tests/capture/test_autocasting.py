@@ -1,8 +1,9 @@
-"""Autocast by a GPU's lists, in captures on the CPU."""
+"""Precision policies, and autocast by a GPU's lists, in captures on the CPU."""
 
 import pytest
 import torch
 from torch import nn
+from transformers.integrations import moe as _registers_grouped_mm_fallback  # noqa: F401
 
 from autopar.capture import capture
 from autopar.capture.autocasting import autocast_as_on_gpu, policy
@@ -73,26 +74,30 @@ def test_the_cpus_own_list_is_as_it_was_afterwards():
 
 
 class Experts(nn.Module):
-    """Four experts; a token's rows come sorted by them."""
+    """Four experts; a token's rows come sorted by them. `native`: multiplied by torch, or else by transformers."""
 
-    def __init__(self) -> None:
+    def __init__(self, native: bool = True) -> None:
         super().__init__()
+        self.product = torch._grouped_mm if native else torch.ops.transformers.grouped_mm_fallback
         self.weight = nn.Parameter(torch.randn(4, 16, 8))
         self.register_buffer("ends", torch.tensor([2, 5, 6, 8], dtype=torch.int32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch._grouped_mm(x, self.weight, offs=self.ends).float().square().sum()
+        return self.product(x, self.weight, self.ends).float().square().sum()
 
 
-def test_a_policy_multiplies_by_experts_in_16_bits_with_parameters_and_their_gradients_in_float32():
-    model, rows = Experts(), torch.randn(8, 16)
+@pytest.mark.parametrize("native", [True, False])
+def test_a_policy_multiplies_by_experts_in_16_bits_with_parameters_and_their_gradients_in_float32(native: bool):
+    model, rows = Experts(native), torch.randn(8, 16)
     with policy("bf16"):
         graph = capture(model, (rows,)).graph
 
-    products = [op for op in graph.ops if op.target == "aten._grouped_mm.default"]
-    assert len(products) == 2  # rows are no parameter: nothing asks for their gradient
+    products = [op for op in graph.ops if "grouped_mm" in op.target]
+    assert len(products) == 2  # forward, and the weight's gradient: nothing asks for that of rows
     assert {graph.meta(ref).dtype for op in products for ref in op.refs[:2]} == {"bfloat16"}
     assert {op.outputs[0].dtype for op in graph.ops if op.kind == "parameter"} == {"float32"}
+    gradients = [graph.meta(each.ref).dtype for each in graph.outputs if each.kind == "gradient" and each.ref]
+    assert gradients == ["float32"]
 
 
 def test_experts_of_a_policy_give_the_products_of_their_rows_and_torch_is_as_before_after_it():
