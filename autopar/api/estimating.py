@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, log
 
 from autopar.api.crossings import least_handing
@@ -20,7 +20,7 @@ from autopar.costs.rough import Rough
 from autopar.errors import InfeasibleError
 from autopar.search.ilp import Ilp, Limits
 from autopar.search.recomputing import share_of_seconds
-from autopar.search.trials import Recompute, Trial
+from autopar.search.trials import Recompute, Trial, settled
 from cost_models.errors import CostModelError
 
 _SAMPLED = 2
@@ -76,14 +76,14 @@ class Estimates:
         """
         self._kept_s = (1.0 - _SHARE) * max(self.left_s(), 0.0)
         wanted: dict[int, set[int]] = {}
-        for trial in trials:
+        for trial in (each for one in trials for each in self._settled(one)):
             wanted.setdefault(shape_of(trial).width, set()).add(self._size(trial))
         self._sizes = {width: _spread(sorted(sizes), _SAMPLED) for width, sizes in wanted.items()}
         return {trial: self._estimate_s(trial, fits=fits) for trial in trials}
 
     def more(self, trials: Sequence[Trial], *, fits: bool) -> dict[Trial, float]:
         """Return the same of further trials."""
-        for trial in trials:
+        for trial in (each for one in trials for each in self._settled(one)):
             sizes, size = self._sizes.setdefault(shape_of(trial).width, []), self._size(trial)
             if not sizes or not sizes[0] <= size <= sizes[-1]:
                 insort(sizes, size)
@@ -151,7 +151,23 @@ class Estimates:
     def _size(self, trial: Trial) -> int:
         return max(1, self.solving.program.batch_size // (trial.microbatches * trial.replicas))
 
+    def _settled(self, trial: Trial) -> list[Trial]:
+        """Return what a trial is at its simplest: itself, or with free axes of one kind, where the batch divides."""
+        found = [replace(trial, mesh=mesh) for mesh in settled(trial.mesh)]
+        batch = self.solving.program.batch_size // trial.microbatches
+        return [each for each in found if batch % each.replicas == 0] or [trial]
+
     def _estimate_s(self, trial: Trial, *, fits: bool) -> float:
+        """Return about what a trial takes: with free axes, what they take that are all of the better kind."""
+        found = {each: self._settled_s(each, fits=fits) for each in self._settled(trial)}
+        best = min(found, key=found.__getitem__)
+        if best in self._mixed:
+            self._mixed[trial] = self._mixed[best]
+        if best in self._fastest:
+            self._fastest[trial] = self._fastest[best]
+        return found[best]
+
+    def _settled_s(self, trial: Trial, *, fits: bool) -> float:
         shape, size = shape_of(trial), self._size(trial)
         budget = self.solving.mean_budget(trial.depth)
         known = self._sizes[shape.width]

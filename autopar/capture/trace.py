@@ -40,6 +40,7 @@ from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write, masks_for_places
 from autopar.capture.origin import user_line
 from autopar.capture.strides import look_up_windows
+from autopar.capture.uneven_heads import pad_heads
 
 PREFIX = "model"
 """Name of the user's model inside the traced module."""
@@ -137,6 +138,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         _require_static(graph, name)
         open_bags(graph)
         look_up_windows(graph)
+        pad_heads(graph)
         choose_by_masks(graph)
         counting = counting_write(graph) if with_backward else None
         if counting is not None:

@@ -42,6 +42,7 @@ HOSTS = {
     "groups": [{"node": "n", "count": 2}],
 }
 MANY_SAMPLES = remembered(Deep(), (torch.empty(8192, 128),))
+SIX_SAMPLES = remembered(Deep(), (torch.empty(6, 128),))
 LLAMA = LlamaSettings(1, 64, 8, 4, 64, vocab=64, sequence=64)
 TOKENS = remembered(LLAMA.model(), LLAMA.inputs(4, 64))
 EIGHT_BLOCKS = remembered(Deep((4096,) * 8), (torch.empty(1 << 16, 128),))
@@ -112,6 +113,23 @@ def test_what_tensor_parallel_ranks_take_says_nothing_of_axes_that_may_split_the
 
     assert found.bound_s(tensor) > 1.1 * step_s(found, free)
     assert found.bound_s(free) == found.microbatch_s(free) == 0.0
+
+
+@pytest.mark.parametrize(("program", "role"), [(MANY_SAMPLES, "dp_shard"), (CAPTURED, "tp")])
+def test_free_axes_are_estimated_as_the_better_of_what_they_may_be(program: Captured, role: Role):
+    """As tensor parallelism alone, a mesh whose plan splits the batch looked too slow to be tried."""
+    free, data, tensor = (Trial((MeshAxis(each, 4),)) for each in ("free", "dp_shard", "tp"))
+    found = estimates(program).of([free, data, tensor], fits=False)
+
+    assert found[free] == min(found[data], found[tensor]) == found[Trial((MeshAxis(role, 4),))]
+    assert max(found[data], found[tensor]) > 1.1 * found[free]
+
+
+def test_a_free_axis_is_no_data_parallelism_where_the_batch_does_not_divide():
+    free, tensor = (Trial((MeshAxis(each, 4),)) for each in ("free", "tp"))
+    found = estimates(SIX_SAMPLES).of([free, tensor], fits=False)
+
+    assert found[free] == found[tensor]
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 4}, {"dp_replicate": 8}], ids=str)

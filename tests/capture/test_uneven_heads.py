@@ -1,0 +1,76 @@
+"""Attention whose values are of another size than its keys: one fused kernel, and the numbers of plain operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar.capture import capture
+from autopar.ir.graph import Graph
+from tests.capture.program import run
+
+BATCH, HEADS, SEQ = 2, 4, 6
+
+
+class Latent(nn.Module):
+    """Attention as those have it that make keys and values of one latent vector."""
+
+    def __init__(
+        self, of_key: int, of_value: int, heads_of_keys: int = HEADS, trained: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, HEADS * of_key)
+        self.key, self.value = nn.Linear(8, heads_of_keys * of_key), nn.Linear(8, heads_of_keys * of_value)
+        self.trained, self.bias = trained, nn.Parameter(torch.zeros(SEQ, SEQ), requires_grad=trained)
+        self.of_key, self.of_value, self.options = of_key, of_value, options
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        sizes = (self.of_key, self.of_key, self.of_value)
+        made = zip((self.query, self.key, self.value), sizes, strict=True)
+        q, k, v = (project(x).unflatten(-1, (-1, size)).transpose(1, 2) for project, size in made)
+        found = functional.scaled_dot_product_attention(q, k, v, self.bias if self.trained else mask, **self.options)
+        return (found * torch.arange(self.of_value)).sum()
+
+
+def kernels(graph: Graph) -> list[str]:
+    """Return what attention is computed by."""
+    return [op.target for op in graph.ops if "softmax" in op.target or "scaled_dot_product" in op.target]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "masked"),
+    [
+        ((6, 4), {"is_causal": True}, False),
+        ((4, 6), {"is_causal": True}, False),
+        ((6, 4), {"scale": 0.5}, False),
+        ((6, 4), {}, True),
+        ((6, 4), {"enable_gqa": True, "is_causal": True}, False),
+    ],
+)
+def test_is_one_kernel_and_computes_the_same(sizes: tuple[int, int], options: dict[str, Any], masked: bool) -> None:
+    torch.manual_seed(0)
+    model = Latent(*sizes, heads_of_keys=2 if "enable_gqa" in options else HEADS, **options).double()
+    x = torch.randn(BATCH, SEQ, 8, dtype=torch.float64)
+    given = (x, torch.ones(SEQ, SEQ, dtype=torch.bool).tril()) if masked else (x,)
+    captured = capture(model, given)
+    assert kernels(captured.graph) == [
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    ]
+    found = run(captured, model, given)
+    expected = model(*given)
+    expected.backward()
+    torch.testing.assert_close(found.result, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients.get(name), parameter.grad)
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.5}, {"trained": True}])
+def test_stays_where_no_fused_kernel_is_to_be_had(options: dict[str, Any]) -> None:
+    captured = capture(Latent(6, 4, **options), (torch.randn(BATCH, SEQ, 8),))
+    assert not any("scaled_dot_product" in each for each in kernels(captured.graph))
+    assert not any("pad" in op.target for op in captured.graph.ops)
