@@ -4,8 +4,8 @@
 
 Zeros add nothing to a score and nothing to what is read of a value. Without them torch falls back to plain operators,
 which keep a score for every two tokens, where its kernels have one size for all three (latent attention: DeepSeek-V2
-and its descendants); libraries pad for flash attention in the same way. Where no fused kernel is to be had, a call stays
-as it is: what drops scores at random, has a mask that is trained, or has no dimension of heads.
+and its descendants); libraries pad for flash attention in the same way. Where no fused kernel is to be had, calls stay
+as they are: those that drop scores at random, have a mask that is trained, or no dimension of heads.
 """
 
 from __future__ import annotations
