@@ -136,7 +136,7 @@ def needed_until(outcome: Outcome) -> dict[tuple[str, int], int]:
                 viewed.update((op.name, index) for index in range(len(op.outputs)))
             if not of_copy and not (apart and copy in made):
                 own[owner] = max(position, own.get(owner, 0))
-            if apart and copy not in made:
+            if apart and not of_copy and copy not in made:
                 own[owner] = max(_gathered_last(outcome, ref, need), own[owner])
             made.add(copy)
     found = {value: at for value, at in own.items() if value in moved}
