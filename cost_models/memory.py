@@ -130,16 +130,43 @@ def allocated_bytes(tensor_bytes: float | npt.NDArray[Any], device_kind: str = "
     return rounded
 
 
-def process_bytes(resting: float, moving: float, device: DeviceSpec, *, groups: int, flat: float = 0.0) -> float:
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Contiguous copies that software makes of gradients, on one device; see `flat_bytes`."""
+
+    beside: float = 0.0
+    """Bytes of those that are there while activations are."""
+
+    before_step: float = 0.0
+    """Bytes of those that are made when backward has let go of all activations, for the optimizer's step."""
+
+    @property
+    def both(self) -> float:
+        """Return the bytes of all of them."""
+        return self.beside + self.before_step
+
+
+_NO_COPIES = Flat()
+
+
+def process_bytes(resting: float, moving: float, device: DeviceSpec, *, groups: int, flat: Flat = _NO_COPIES) -> float:
     """Return what `nvidia-smi` shows of a training process.
 
     `resting` bytes of tensors stay throughout (parameters, gradients, optimizer); `moving` ones come and go, and the
-    allocator keeps more than their peak, as far as the device has it: before an allocation fails it gives back what is
-    unused. Buffers of `flat_bytes` find no room among those. To these come the context, and what NCCL takes for each of
-    `groups` process groups.
+    allocator keeps more than their peak, and what `flat` copies need that find no room among them, as far as the device
+    has it: before an allocation fails it gives back what is unused (`release_cached_blocks` of
+    c10/cuda/CUDACachingAllocator.cpp). Needed is what is there at once. To these come the context, and what NCCL takes
+    for each of `groups` process groups.
     """
-    needed = resting + moving + flat + device.reserved_bytes + groups * COMMUNICATOR_BYTES
-    return max(needed, min(needed + moving * ALLOCATOR_SLACK, float(device.memory_bytes)))
+    around = resting + device.reserved_bytes + groups * COMMUNICATOR_BYTES
+    needed = around + at_once_bytes(moving, flat)
+    kept = around + moving * (1.0 + ALLOCATOR_SLACK) + flat.both
+    return max(needed, min(kept, float(device.memory_bytes)))
+
+
+def at_once_bytes(moving: float, flat: Flat) -> float:
+    """Return the most that tensors which come and go take at once, with the copies that software makes of gradients."""
+    return max(moving + flat.beside, flat.both)
 
 
 ALLOCATOR_SLACK = 0.237
@@ -158,7 +185,7 @@ FLAT_BUCKET = 500_000_000
 """Elements of the buffer in which DeepSpeed reduces gradients: its default `reduce_bucket_size`."""
 
 
-def flat_bytes(parameters: float, state_bytes: float, gradient_item: int, *, zero: int, replicas: int) -> float:
+def flat_bytes(parameters: float, state_bytes: float, gradient_item: int, *, zero: int, replicas: int) -> Flat:
     """Return the bytes of the contiguous copies that DeepSpeed makes beside the tensors, on one device.
 
     Each is one allocation of gigabytes, for which freed activations are no room: segments of the caching allocator are
@@ -171,11 +198,12 @@ def flat_bytes(parameters: float, state_bytes: float, gradient_item: int, *, zer
     """
     bucket = min(float(FLAT_BUCKET), parameters) * gradient_item if replicas > 1 else 0.0
     if gradient_item == dtype_bytes("float32"):
-        return bucket + 2.0 * parameters
+        return Flat(bucket + 2.0 * parameters)
     updated = state_bytes / _MIXED_STATE
     if zero == WHOLLY_SHARDED:
         updated = min(updated, _SUB_GROUP)
-    return bucket + updated * (dtype_bytes("float32") + (gradient_item if zero else dtype_bytes("float32")))
+    copied = dtype_bytes("float32") + (gradient_item if zero else dtype_bytes("float32"))
+    return Flat(bucket, updated * copied)
 
 
 _MIXED_STATE = 12

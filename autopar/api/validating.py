@@ -33,7 +33,7 @@ from autopar.options import PlanOptions
 from autopar.search.meshes import Candidate, MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
 from cost_models.errors import CostModelError
-from cost_models.memory import WHOLLY_SHARDED, flat_bytes, process_bytes
+from cost_models.memory import WHOLLY_SHARDED, Flat, at_once_bytes, flat_bytes, process_bytes
 from cost_models.published import Priced
 from cost_models.training_rows import (
     Architecture,
@@ -138,7 +138,7 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
     Of rows that print what tensors took, of these alone.
     """
     short = read.precision != "fp32"
-    flat = 0.0
+    flat = Flat()
     if short and read.stack.flat_copies:
         item = 4 if read.stack.float32_gradients and read.precision == "bf16" else 2
         flat = flat_bytes(held.parameters / 2, held.optimizer, item, zero=read.zero, replicas=read.dp_shard * read.cp)
@@ -150,7 +150,7 @@ def _process_bytes(read: TrainingRow, held: Memory) -> float:
     resting = held.parameters + gradients + held.optimizer
     moving = held.activations + held.temporary
     if read.measured_alone:
-        return resting + moving + flat
+        return resting + at_once_bytes(moving, flat)
     return process_bytes(resting, moving, read.spec, groups=groups, flat=flat)
 
 

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from cost_models.device import catalogued_device
-from cost_models.memory import ALLOCATOR_SLACK, COMMUNICATOR_BYTES, FLAT_BUCKET, flat_bytes, process_bytes
+from cost_models.memory import ALLOCATOR_SLACK, COMMUNICATOR_BYTES, FLAT_BUCKET, Flat, flat_bytes, process_bytes
 
 LOGS = Path(__file__).parents[2] / "benchmarks" / "data" / "allocator_logs.csv"
 A100 = catalogued_device("a100-sxm-80gb")
@@ -58,11 +58,27 @@ FLAT = [
 def test_deepspeed_copies_gradients_before_a_step(given: dict[str, float], copies: float):
     bucket = FLAT_BUCKET * given["gradient_item"]
 
-    assert flat_bytes(**given) == pytest.approx(copies + bucket)  # type: ignore[arg-type]
+    assert flat_bytes(**given).both == pytest.approx(copies + bucket)  # type: ignore[arg-type]
 
 
 def test_a_small_model_fills_no_bucket_and_one_rank_needs_none():
     small = flat_bytes(1e6, 12e6, 2, zero=0, replicas=2)
     alone = flat_bytes(1e6, 12e6, 2, zero=0, replicas=1)
 
-    assert small - alone == 2e6
+    assert small.both - alone.both == 2e6
+
+
+def test_copies_for_the_step_take_the_room_of_activations_where_a_device_has_no_other():
+    around = 40e9 + A100.reserved_bytes
+    small, large = (process_bytes(40e9, 20e9, A100, groups=0, flat=Flat(1e9, step)) for step in (10e9, 30e9))
+
+    assert small == around + 20e9 * (1 + ALLOCATOR_SLACK) + 11e9, "the allocator keeps both"
+    assert large == A100.memory_bytes, "it gives back what activations had, and fits"
+
+
+def test_copies_beside_activations_and_ones_larger_than_they_may_not_fit():
+    beside = process_bytes(40e9, 20e9, A100, groups=0, flat=Flat(30e9))
+    larger = process_bytes(40e9, 20e9, A100, groups=0, flat=Flat(0.0, 60e9))
+
+    assert beside == 40e9 + A100.reserved_bytes + 20e9 + 30e9
+    assert larger == 40e9 + A100.reserved_bytes + 60e9
