@@ -43,6 +43,7 @@ from cost_models.device import DeviceSpec, catalogued_device
 from cost_models.errors import CostModelError
 from cost_models.experts_cells import Latent, Mixture, further_of, latent_of, mixture_of
 from cost_models.frameworks import is_known, stack_of
+from cost_models.host_cells import offloaded_of
 from cost_models.missing_cells import batches_of, ffn_of, optimizer_of, per_node_of, refuse_adapters, year_of
 from cost_models.node import LinkSpec, NodeGroup, catalogued_link
 from cost_models.stack import Stack
@@ -172,6 +173,9 @@ class TrainingRow:
     measured_alone: bool = False
     """Whether that is what tensors took (`torch.cuda.max_memory_allocated`), not what a process held."""
 
+    offloaded: int = 0
+    """Layers, the first, whose activations wait in the host's memory for backward."""
+
     described: DeviceSpec | None = None
     """The device by the row's figures; None: it is the catalogue's."""
 
@@ -269,6 +273,7 @@ def read_training_row(row: Mapping[str, str]) -> TrainingRow:
         measured_step_s=step_s_of(row),
         measured_peak_bytes=peak_bytes,
         measured_alone=alone,
+        offloaded=offloaded_of(row, architecture.layers, stages),
         assumed="; ".join(filter(None, (of_device, *of_sizes, of_replicas, of_node, of_framework, optimizer_of(row)))),
     )
     _check(read)

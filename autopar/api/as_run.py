@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 
+from autopar.api.block_memory import BlockMemory
 from autopar.api.pipelining import pipelined
 from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import Wishes
@@ -19,7 +20,7 @@ from autopar.costs.travelling import travelling
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Estimates
-from autopar.ir.stages import units
+from autopar.ir.stages import stage_of, units
 from autopar.search.cuts import NoCut
 from autopar.search.fitting import solve_program
 from autopar.search.ilp import Ilp, Limits, Solution
@@ -60,6 +61,9 @@ class AsRun(Solving):
 
     peak_dtype: str = "bfloat16"
     """The type whose peak MFU refers to."""
+
+    offloaded: int = 0
+    """Blocks, the first, whose activations wait in the host's memory for backward; they travel behind computation."""
 
     def budget_of(self, cluster: ClusterSpec) -> int:
         """Return more bytes than any device has."""
@@ -199,6 +203,8 @@ class AsRun(Solving):
         found = solved.outcome.estimates(_UNLIMITED, self.peak_dtype, self.model_flops)
         if solved.pipeline is not None:
             return solved.pipeline.estimates(found)
+        if self.offloaded:
+            found = _smaller(found, _offloaded_bytes(solved.outcome, self.offloaded))
         return _longer(found, self._scatters_s(solved.outcome)) if self.scatters_each else found
 
     def _scatters_s(self, outcome: Outcome) -> float:
@@ -234,6 +240,21 @@ def _longer(found: Estimates, more_s: float) -> Estimates:
     breakdown = replace(found.breakdown, exposed_communication_s=found.breakdown.exposed_communication_s + more_s)
     step_s = found.step_time_s + more_s
     return replace(found, step_time_s=step_s, mfu=found.mfu * found.step_time_s / step_s, breakdown=breakdown)
+
+
+def _offloaded_bytes(outcome: Outcome, blocks: int) -> float:
+    """Return by how much the peak is lower where the first blocks' activations wait in the host's memory."""
+    paths = [[each.path] for each in units(outcome.graph)]
+    away = BlockMemory(outcome, stage_of(outcome.graph, paths), len(paths)).away(blocks)
+    curve = outcome.memory_curve
+    return float(curve.max() - (curve - away).max())
+
+
+def _smaller(found: Estimates, less_bytes: float) -> Estimates:
+    """Return the estimates of a step that holds so much less of activations at the peak."""
+    less = min(round(less_bytes), found.memory.activations)
+    memory = replace(found.memory, activations=found.memory.activations - less)
+    return replace(found, memory=memory, peak_memory_bytes=found.peak_memory_bytes - less)
 
 
 def _axis(trial: Trial, role: str) -> int:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+
 from autopar.costs.liveness import gradients_of, lives, lives_of_step, local_bytes
 from autopar.costs.outcome import Outcome
 from autopar.costs.timing import pairs
 from autopar.ir.graph import Graph, Op
 from autopar.ir.roles import base_of
+from autopar.ir.table import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,25 @@ class BlockMemory:
         for held in (*self._values, *self._copies):
             found[held.block] += held.bytes * self._is_saved(held)
         return found
+
+    def away(self, blocks: int) -> Floats:
+        """Return at each position what is in the host's memory of what the first `blocks` blocks save for backward.
+
+        It is from the end of a block's forward to the begin of its backward; what is on its way is taken to be in no
+        device's memory.
+        """
+        ops, steps = self._graph.ops, np.zeros(len(self._graph.ops) + 2)
+        last, first = [0] * self.count, [len(ops)] * self.count
+        for at, op in enumerate(ops):
+            if op.kind == "call" and op.phase == "forward":
+                last[self.of[op.name]] = at
+            elif op.kind == "call":
+                first[self.of[op.name]] = min(at, first[self.of[op.name]])
+        for held in (*self._values, *self._copies):
+            if held.block < blocks and self._is_saved(held):
+                steps[max(held.first, last[held.block]) + 1] += held.bytes
+                steps[max(held.first + 1, min(held.last, first[held.block]))] -= held.bytes
+        return np.asarray(np.cumsum(steps)[: len(ops) + 1], dtype=np.float64)
 
     def kept(self, apart: Collection[str]) -> list[float]:
         """Return the bytes that wait for weight gradients `apart`, of forward or of the input gradients."""

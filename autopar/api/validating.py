@@ -182,6 +182,7 @@ def estimates_of(read: TrainingRow) -> Estimates:
         replicas=read.dp_shard * read.cp,
         scatters_each=read.zero == _SHARDED_GRADIENTS,
         peak_dtype=dtype,
+        offloaded=read.offloaded,
     )
     # What was measured reduced every gradient and gathered every parameter. FSDP shards what a tensor-parallel rank has
     # of a matrix, which in the layouts of plans is a shard of its other dimension: as many bytes.

@@ -63,6 +63,8 @@ WRONG = [
     ({"cp": "2", "dp": "2", "seq_len": "511"}, "a sequence of 511 does not divide over cp 2"),
     ({"zero": "3", "dp_shard": "3"}, "dp_shard is 3, and there are 4 data-parallel ranks"),
     ({"offload": "optimizer"}, "offload is 'optimizer': state kept in the host's memory is not priced"),
+    ({"activation_offload_layers": "4"}, "activations in the host's memory are not priced on 2 stages"),
+    ({"activation_offload_layers": "99"}, "activation_offload_layers is 99 of "),
     ({"pp": "1", "dp": "8", "interleave": "2"}, "interleave is 2 without pipeline stages"),
 ]
 
