@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log
 
@@ -16,8 +16,11 @@ from autopar.api.solving import Solving
 from autopar.api.turns import AT_MOST
 from autopar.api.wishes import Wishes
 from autopar.api.works import Works
+from autopar.costs.links import Message
 from autopar.costs.rough import Rough
 from autopar.errors import InfeasibleError
+from autopar.ir.graph import Graph
+from autopar.ir.roles import of_parameters
 from autopar.search.ilp import Ilp, Limits
 from autopar.search.recomputing import share_of_seconds
 from autopar.search.trials import Recompute, Trial, settled
@@ -46,6 +49,9 @@ class Estimates:
 
     _work_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
     """By recomputation, ranks along which tensors are split, and samples of a micro-batch."""
+
+    _least_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
+    """The same without what ranks that split the batch may share, which says nothing of what each of them does."""
 
     _mixed: dict[Trial, float] = field(init=False, default_factory=dict)
     """Estimates of trials that recompute everything, over those of recomputing only what memory asks for."""
@@ -98,33 +104,44 @@ class Estimates:
         return self._mixed.get(trial, 1.0)
 
     def bound_s(self, trial: Trial) -> float:
-        """Return seconds that no plan of a trial beats, 0 if nothing is known; less may be recomputed: not if mixed."""
+        """Return seconds that no plan of a trial beats, 0 if nothing is known; less may be recomputed: not if mixed.
+
+        Nothing is known where experts are split, too: a rank then reads fewer of them for the tokens of more samples.
+        """
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
-        if self._is_larger(trial):
+        if self._is_larger(trial) or any(axis.role == "ep" for axis in trial.ranks):
             return 0.0
-        sample_s = max(self._sample_s(trial, way) for way in ways)
+        sample_s = max(self._sample_s(trial, self._least_s, way) for way in ways)
         samples = self.solving.program.batch_size / trial.replicas
         return sample_s * samples / self.solving.at_once(trial)
 
     def microbatch_s(self, trial: Trial) -> float:
         """Return seconds that a micro-batch takes at least through all stages, nothing recomputed, 0 if unknown."""
-        return 0.0 if self._is_larger(trial) else self._sample_s(trial, "none") * self._size(trial)
+        split = any(axis.role == "ep" for axis in trial.ranks)
+        return 0.0 if split or self._is_larger(trial) else self._sample_s(trial, self._least_s) * self._size(trial)
 
     def relaxed_s(self, trial: Trial, left_s: float | None = None) -> float:
         """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another.
 
         Not after `left_s`: a share of what is left for trials is what the relaxation may take by default.
         """
+        return self._relaxed_s(trial, AT_MOST * self.left_s() if left_s is None else left_s)[0]
+
+    def _relaxed_s(
+        self, trial: Trial, left_s: float, without: Callable[[Graph], frozenset[str]] | None = None
+    ) -> tuple[float, float]:
+        """Return that bound without what some operators take, and the least that these take."""
         try:
-            _, pricing = self.solving.price(trial, self.wishes)
+            _, pricing = self.solving.price(trial, self.wishes, without)
         except (CostModelError, InfeasibleError) as error:
             self.no_price.setdefault(shape_of(trial).width, str(error))
-            return inf
-        left_s = AT_MOST * self.left_s() if left_s is None else left_s
+            return inf, 0.0
         limits = Limits(inf, max(left_s, 0.1), seed=self.solving.options.seed)
-        return Ilp(pricing.table).relaxed(limits).free_s
+        return Ilp(pricing.table).relaxed(limits).free_s, pricing.without_s
 
-    def _sample_s(self, trial: Trial, recompute: Recompute) -> float:
+    def _sample_s(
+        self, trial: Trial, known_s: Mapping[tuple[Recompute, int, int], float], recompute: Recompute = "none"
+    ) -> float:
         """Return what a sample takes at least on the ranks that share it: samples cost least in large batches.
 
         Tokens that several ranks split cost no less than an even share of it. 0 for axes that may split the batch:
@@ -134,11 +151,11 @@ class Estimates:
             return 0.0
         tokens, width = alone(trial)
         largest = self._largest(trial)
-        return self._work_s.get((recompute, width, largest), 0.0) / (max(largest, 1) * tokens)
+        return known_s.get((recompute, width, largest), 0.0) / (max(largest, 1) * tokens)
 
     def work_s(self, trial: Trial) -> float:
         """Return about what a trial's work takes, nothing recomputed, collectives of its samples' ranks included."""
-        return self._sample_s(trial, "none") * (self.solving.program.batch_size / trial.replicas)
+        return self._sample_s(trial, self._work_s) * (self.solving.program.batch_size / trial.replicas)
 
     def _is_larger(self, trial: Trial) -> bool:
         """Return whether a micro-batch is larger than those looked at: its samples may cost less than theirs."""
@@ -230,15 +247,34 @@ class Estimates:
             if known and self.left_s() < self._kept_s:
                 return self._scaled_s(key, known)
             trial = tensor_parallel(self.solving.program.batch_size, size, width, recompute)
-            self._work_s[key] = self.relaxed_s(trial) / trial.microbatches
+            least_s, shared_s = self._relaxed_s(trial, AT_MOST * self.left_s(), of_parameters)
+            self._least_s[key] = least_s / trial.microbatches
+            self._work_s[key] = (least_s + shared_s) / trial.microbatches
         return self._work_s[key]
 
     def _scaled_s(self, wanted: tuple[Recompute, int, int], known: Sequence[tuple[Recompute, int, int]]) -> float:
-        """Return the same by proportion, from the nearest width and size that were computed."""
+        """Return the same from the nearest width and size that were computed.
+
+        Work is shared evenly; what was beyond it was collectives, which take as many times as long as the links say.
+        """
         recompute, width, size = wanted
         near = min(known, key=lambda key: (key[0] != recompute, abs(log(key[1] / width)), abs(log(key[2] / size))))
         works = [self.solving.rough(way, self.wishes).work for way in (recompute, near[0])]
-        return self._work_s[near] * (works[0] / works[1]) * (near[1] / width) * (size / near[2])
+        whole = [key for key in known if key[0] == near[0] and key[1] == 1]
+        alone = min(whole, key=lambda key: abs(log(key[2] / near[2])), default=None)
+        found_s = self._work_s[near]
+        work_s = found_s if alone is None else min(found_s, self._work_s[alone] * near[2] / (alone[2] * near[1]))
+        waits_s = (found_s - work_s) * self._slower(width, near[1], size) if found_s > work_s else 0.0
+        return (works[0] / works[1]) * (size / near[2]) * (work_s * near[1] / width + waits_s)
+
+    def _slower(self, width: int, than: int, size: int) -> float:
+        """Return how many times as long a value between blocks takes to be reduced over ranks as over fewer or more."""
+        batch = self.solving.program.batch_size
+        reduced = Message("all_reduce", 0, round(self.works.floors.crossing_bytes * size / batch))
+        here_s, there_s = (
+            self.solving.links(tensor_parallel(batch, batch, ranks)).message_s(reduced) for ranks in (width, than)
+        )
+        return here_s / there_s if there_s else 1.0
 
 
 def _spread(sizes: Sequence[int], most: int) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from autopar.costs.liveness import gradients_of
 from autopar.costs.operators import seconds
 from autopar.costs.optimizer import state_bytes
 from autopar.ir.graph import Graph, Op
-from autopar.ir.roles import base_of, parameter_like
+from autopar.ir.roles import base_of, of_parameters, parameter_like
 from autopar.ir.stages import stage_of, units
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
@@ -37,8 +38,7 @@ def names_again(graph: Graph, way: Uniform) -> frozenset[str]:
     return frozenset(name for names in copies_of(graph, {"*": way}).values() for name in names)
 
 
-@dataclass(frozen=True)
-class Work:
+class Parts(NamedTuple):
     """Seconds that blocks take at least for one micro-batch on one device."""
 
     forward_s: Floats
@@ -48,6 +48,19 @@ class Work:
 
     again_s: Floats
     """[block, way]: recomputation."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What of blocks' work each rank has to do for its own samples, and what ranks that split the batch may share."""
+
+    of_samples: Parts
+    of_parameters: Parts
+    """See `ir.roles.of_parameters`."""
+
+    def shared_by(self, ranks: int) -> Parts:
+        """Return the whole where so many ranks split the batch, and parameters with it."""
+        return Parts(*(own + any_s / ranks for own, any_s in zip(self.of_samples, self.of_parameters, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -134,30 +147,38 @@ class Floors:
 
         `options` are those of each operator on the ranks along which tensors are split, `sizes` those of their mesh.
         """
-        graph, home = self.graph, self._home
+        graph = self.graph
         least = {rep: self._least_s(graph.by_name[rep], found, sizes, device) for rep, found in options.items()}
         spent = {op.name: least.get(graph.representative(op.name), 0.0) for op in graph.ops}
-        count = len(units(graph))
+        shared = of_parameters(graph)
+        return Work(
+            self._summed({name: each for name, each in spent.items() if name not in shared}),
+            self._summed({name: each for name, each in spent.items() if name in shared}),
+        )
+
+    def _summed(self, spent: Mapping[str, float]) -> Parts:
+        """Return what operators take, by their blocks."""
+        graph, home, count = self.graph, self._home, len(units(self.graph))
         forward, inputs, weights = (np.zeros(count) for _ in range(3))
         for op in graph.ops:
             into = forward if op.phase == "forward" else weights if op.name in self._late else inputs
-            into[home[op.name]] += spent[op.name]
+            into[home[op.name]] += spent.get(op.name, 0.0)
         again = np.zeros((count, len(WAYS)))
         for way, names in enumerate(self._again):
             for name in sorted(names):
-                again[home[name], way] += spent[name]
-        return Work(forward, inputs, weights, again)
+                again[home[name], way] += spent.get(name, 0.0)
+        return Parts(forward, inputs, weights, again)
 
     def blocks(
         self,
-        work: Work,
+        work: Parts,
         ways: Collection[Uniform],
         *,
         parts: int,
         shards: int,
         sums: bool,
         elsewhere_s: float = 0.0,
-        beside: Sequence[Work] = (),
+        beside: Sequence[Parts] = (),
     ) -> Fluid:
         """Return the program as kinds of blocks that can be recomputed in these ways.
 
@@ -171,7 +192,7 @@ class Floors:
         chosen = [way in ways for way in WAYS]
         saved, late = self.saved_bytes[:, chosen] / parts, self._late_bytes / parts
         tried, others = (
-            [replace(each, again_s=each.again_s[:, chosen]) for each in works] for works in ((work,), beside)
+            [each._replace(again_s=each.again_s[:, chosen]) for each in works] for works in ((work,), beside)
         )
         return _alike(tried[0], saved, late, static, elsewhere_s, others)
 
@@ -184,7 +205,7 @@ class Floors:
 
 
 def _alike(
-    work: Work, saved: Floats, late: Floats, static: Floats, elsewhere_s: float, beside: Sequence[Work]
+    work: Parts, saved: Floats, late: Floats, static: Floats, elsewhere_s: float, beside: Sequence[Parts]
 ) -> Fluid:
     """Return blocks that are equal as one kind; the first and the last are kinds of their own."""
     own, *others = ((each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in (work, *beside))

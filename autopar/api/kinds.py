@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 from autopar.costs.rough import Shape
-from autopar.search.meshes import MeshAxis
+from autopar.search.meshes import Candidate, MeshAxis
 from autopar.search.trials import Recompute, Trial
 
 Alone = tuple[int, int]
@@ -31,16 +31,21 @@ def alone(trial: Trial) -> Alone:
     return tokens, prod(axis.size for axis in trial.ranks) // (trial.replicas * tokens)
 
 
-def is_settled(trial: Trial) -> bool:
-    """Return whether each axis splits either the batch or tensors: free ones may do both, those of tokens neither."""
-    return all(axis.role not in {"free", "cp"} for axis in trial.ranks)
+def beside_data(trial: Trial) -> Candidate:
+    """Return the axes along which ranks do not just take other samples: of tensors, tokens, experts, and free ones."""
+    return tuple(axis for axis in trial.ranks if axis.role not in {"dp_replicate", "dp_shard"})
 
 
 def tensor_parallel(batch: int, size: int, width: int, recompute: Recompute = "none") -> Trial:
     """Return the trial of micro-batches of so many samples on nothing but ranks along which tensors are split."""
+    return on_ranks(batch, size, (MeshAxis("tp", width),) if width > 1 else (), recompute)
+
+
+def on_ranks(batch: int, size: int, ranks: Candidate, recompute: Recompute = "none") -> Trial:
+    """Return the trial of micro-batches of so many samples on nothing but these ranks."""
     count = batch // size
     in_time = (MeshAxis("microbatch", count),) if count > 1 else ()
-    return Trial((*in_time, *((MeshAxis("tp", width),) if width > 1 else ())), recompute=recompute)
+    return Trial((*in_time, *ranks), recompute=recompute)
 
 
 def varied(trials: Sequence[Trial]) -> list[Trial]:

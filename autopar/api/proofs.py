@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import inf
+from math import inf, prod
 
 import numpy as np
 
 from autopar.api.crossings import least_handing
 from autopar.api.floors import WAYS
-from autopar.api.kinds import is_settled, shape_of
+from autopar.api.kinds import beside_data, shape_of
 from autopar.api.pipelining import Wanted
 from autopar.api.works import Works
 from autopar.search.fluid import Flow, Fluid, Handing, least_step_s
@@ -53,11 +53,10 @@ class Proofs:
         """Return the least that a trial can take with any of the schedules.
 
         `elsewhere_s`: what one micro-batch takes through all stages at least, collectives of tensors included.
-        Nothing is known where kernels are fused, and of axes that may split more than tensors do or batches: free ones
-        and those of tokens.
+        Nothing is known where kernels are fused.
         """
         solving, floors = self.works.solving, self.works.floors
-        if solving.equal.device.fusion or not isinstance(trial.recompute, str) or not is_settled(trial):
+        if solving.equal.device.fusion or not isinstance(trial.recompute, str):
             return Best(0.0, None)
         proven, places = solving.proves(trial), solving.places(trial.depth)
         clusters: Sequence[ClusterSpec | None] = (None,) if proven else places.clusters
@@ -89,8 +88,12 @@ class Proofs:
     ) -> list[Fluid] | None:
         """Return what blocks take and hold, on each of some devices alike; `None` if they have no price."""
         shape, batch = shape_of(trial), self.works.solving.program.batch_size
-        size = max(1, batch // (shape.microbatches * shape.replicas))
-        works = [work for cluster in clusters if (work := self.works.of(size, shape.width, cluster)) is not None]
+        ranks = beside_data(trial)
+        data = [axis for axis in trial.ranks if axis not in ranks]
+        size = max(1, batch // (shape.microbatches * prod(axis.size for axis in data)))
+        found = [work for cluster in clusters if (work := self.works.of(size, ranks, cluster)) is not None]
+        sharing = prod(axis.size for axis in data if axis.role == "dp_shard")
+        works = [work.shared_by(sharing) for work in found]
         if len(works) < len(clusters) or not isinstance(trial.recompute, str):
             return None
         allowed = WAYS if self.mixes and trial.recompute == "full" else (trial.recompute,)

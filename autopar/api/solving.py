@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -179,20 +179,31 @@ class Solving:
         share = self.cluster.share if trial.depth > 1 and trial.ranks else 1.0
         return self.pace(trial.depth) * (2.0 - share)
 
-    def price(self, trial: Trial, wishes: Wishes) -> tuple[Links, Pricing]:
-        """Return the priced table of a trial.
+    def price(
+        self, trial: Trial, wishes: Wishes, without: Callable[[Graph], frozenset[str]] | None = None
+    ) -> tuple[Links, Pricing]:
+        """Return the priced table of a trial, `without` the time that some operators take.
 
         Raises:
             InfeasibleError: a wish cannot be met on this mesh, or the program cannot be cut into micro-batches.
             UnknownOperatorError: `strict`, and some operators have no sharding rule.
         """
         links = self.links(trial)
-        return links, self._priced(trial, wishes, links)
+        return links, self._priced(trial, wishes, links, without)
 
-    def _priced(self, trial: Trial, wishes: Wishes, links: Links) -> Pricing:
+    def _priced(
+        self,
+        trial: Trial,
+        wishes: Wishes,
+        links: Links,
+        without: Callable[[Graph], frozenset[str]] | None = None,
+    ) -> Pricing:
         graph, options = self.graph(trial.recompute, wishes), self.choices(trial, wishes)
         in_float32 = self.options.reduce_dtype == "fp32"
-        found = Builder(graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32).build()
+        left_out = frozenset[str]() if without is None else without(graph)
+        found = Builder(
+            graph, options, links, self.optimizer, wishes.gathers, wishes.reductions, in_float32, left_out
+        ).build()
 
         def freed(options: tuple[int, ...]) -> Floats:
             return freed_bytes(Outcome(graph, found, links, options, self.optimizer))

@@ -52,6 +52,9 @@ class Pricing:
     holdings: Holdings
     """What the table's memory is computed from."""
 
+    without_s: float = 0.0
+    """Seconds that operators which are not in the table take at least."""
+
     def staged(self, split: Split) -> Pricing:
         """Return the same with the memory of pipeline ranks under an assumed cut, in place of the whole program's."""
         held = StageHoldings(self.holdings, split)
@@ -75,12 +78,16 @@ class Builder:
     sums_in_float32: bool = False
     """Whether gradients of 16 bits are cast to their float32 parameter's type before they are summed over ranks."""
 
+    without: frozenset[str] = frozenset()
+    """Operators whose work takes no time in the table."""
+
     segments: Segments = field(init=False)
     clusters: list[Cluster] = field(init=False)
     home: dict[str, int] = field(init=False)
     sinks: dict[str, int] = field(init=False, default_factory=dict)
     sink_layouts: dict[str, list[Layout]] = field(init=False, default_factory=dict)
     _seconds: dict[tuple[object, ...], Floats] = field(init=False, default_factory=dict)
+    _without_s: float = field(init=False, default=0.0)
 
     def build(self) -> Pricing:
         """Return the priced table."""
@@ -108,7 +115,9 @@ class Builder:
             memory_curve=holdings.curve,
             microbatches=self._microbatches,
         )
-        return Pricing(table, self.clusters, self.home, self.sinks, self.sink_layouts, holdings)
+        return Pricing(
+            table, self.clusters, self.home, self.sinks, self.sink_layouts, holdings, without_s=self._without_s
+        )
 
     def _workspaces(self) -> dict[str, Floats]:
         """Return what operators hold while they run, by representative and option; those that hold nothing left out."""
@@ -163,7 +172,10 @@ class Builder:
             strategies = [option[place] for option in cluster.options]
             metas = tuple(self.graph.meta(ref) for ref in op.refs)
             once = self._op_seconds(op, metas, strategies)
-            total += np.outer(once, self._microbatches * self.segments.counts(instances[member]))
+            if member in self.without:
+                self._without_s += float(once.min()) * self._microbatches * len(instances[member])
+            else:
+                total += np.outer(once, self._microbatches * self.segments.counts(instances[member]))
             if op.kind == "parameter" and op.requires_grad:
                 layouts = [s.outputs[0] for s in strategies]
                 optimizer += len(instances[member]) * optimizer_seconds(

@@ -114,6 +114,31 @@ def gradient_like(graph: Graph) -> frozenset[str]:
 
 
 @once_per_graph
+def of_parameters(graph: Graph) -> frozenset[str]:
+    """Return the operators that ranks which split the batch need not repeat: each may do a part, for all samples.
+
+    Casts of parameters and of their gradients, products that make the gradients of several matrices (experts'), and
+    what has a parameter that outweighs everything else there.
+    """
+    starts, ends = parameter_like(graph), gradient_like(graph)
+
+    def is_shared(op: Op) -> bool:
+        several = any(meta is not None and len(meta.shape) > 2 for meta in op.outputs)
+        return op.name in starts or (op.name in ends and (several or _passes(op))) or outweighs(graph, op)
+
+    return frozenset(op.name for op in graph.ops if op.kind == "call" and is_shared(op))
+
+
+def outweighs(graph: Graph, op: Op) -> bool:
+    """Return whether an operator's parameters, or the gradient it makes, outweigh all else that it reads and makes."""
+    starts, makes = parameter_like(graph), op.name in gradient_like(graph)
+    read = [graph.meta(ref).nbytes for ref in op.refs]
+    made = sum(meta.nbytes for meta in op.outputs if meta is not None)
+    heavy = made if makes else sum(size for ref, size in zip(op.refs, read, strict=True) if ref.op in starts)
+    return sum(read) + made < 2 * heavy
+
+
+@once_per_graph
 def gradient_values(graph: Graph) -> frozenset[Ref]:
     """Return the values of backward that only become parameters' gradients, whatever their operators make beside them.
 

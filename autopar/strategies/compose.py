@@ -25,7 +25,7 @@ from typing import Literal
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 from autopar.ir.placement import Layout, Replicate, Shard, is_valid, nest
-from autopar.ir.roles import CASTS, gradient_like, parameter_like
+from autopar.ir.roles import CASTS, gradient_like, outweighs, parameter_like
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
 from autopar.strategies.experts import by_experts, experts
@@ -340,10 +340,7 @@ def _with_moved_activations(
             continue
         makes = op.name in ends
         stay = frozenset(i for i, ref in enumerate(op.refs) if ref.op in starts and not makes)
-        read = [graph.meta(ref).nbytes for ref in op.refs]
-        made_bytes = sum(meta.nbytes for meta in op.outputs if meta is not None)
-        stay_bytes = made_bytes if makes else sum(read[i] for i in stay)
-        if sum(read) + made_bytes >= 2 * stay_bytes or (stay and not axis.shard_parameters):
+        if not outweighs(graph, op) or (stay and not axis.shard_parameters):
             continue
         at_rest = (Shard, Replicate) if axis.shard_parameters else (Replicate,)
         moved[op.name] = tuple(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar import api
+from autopar.api.estimating import Estimates
 from autopar.api.outer import Outer
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
@@ -19,11 +20,12 @@ from autopar.api.standing import Standing
 from autopar.api.wishes import read_wishes
 from autopar.api.works import Works
 from autopar.capture import Captured
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.models import resolve
 from autopar.options import PlanOptions
 from autopar.search.ilp import Solution
-from autopar.search.meshes import MeshAxis
+from autopar.search.meshes import MeshAxis, Role
 from autopar.search.trials import Trial, Uniform
 from cost_models.cluster import ClusterSpec
 from tests.api.test_outer import CAPTURED, Deep, cluster, planned
@@ -203,10 +205,65 @@ def test_no_pipeline_on_shared_cores_beats_its_bound(depth: int, microbatches: i
     assert 0.5 * solved.step_s < bound.step_s <= solved.step_s
 
 
-def test_nothing_is_known_of_axes_that_may_split_the_batch_or_tensors():
-    found = proofs(cluster()).best(Trial((MeshAxis("free", 4),)), [], 0.0)
+@cache
+def few_tokens() -> tuple[Graph, ClusterSpec]:
+    """Return a program in bfloat16 most of whose time casts of parameters and gradients take, and eight devices."""
+    found = resolve("zoo:gpt3-1.3b", batch=256, seq=16)
+    return api.program_of(found.model, found.shallow, found.example_inputs, "bf16"), ClusterSpec.parse("dgx-h100")
 
-    assert found.step_s == 0.0
+
+def bounds_and_step(graph: Graph, spec: ClusterSpec, given: Trial) -> tuple[list[float], float]:
+    """Return what is known of a trial before it is solved, and the seconds of its plan."""
+    options = PlanOptions.parse(memory_margin=0.0, gap=0.0, optimizer="adamw")
+    solving, wishes = Solving(graph, spec, options), read_wishes(options)
+    works = Works(solving, wishes)
+    estimates = Estimates(works, False, lambda: 60.0)
+    estimates.of([given], fits=False)
+    known = [Proofs(works, mixes=False).best(given, [], estimates.microbatch_s(given)).step_s, estimates.bound_s(given)]
+    priced = solving.bound(given, wishes, 60.0)
+    assert not isinstance(priced, Solved)
+    return known, solving.solve(priced, wishes, [], inf, 60.0).step_s
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"microbatch": 32, "dp_shard": 8}, {"dp_shard": 8}, {"microbatch": 32, "dp_shard": 4, "tp": 2}, {"free": 8},
+        {"dp_shard": 4, "free": 2}, {"microbatch": 2, "dp_shard": 4, "cp": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_plan_beats_its_bounds_where_ranks_share_casts_of_parameters(axes: dict[Role, int]):
+    """Ranks that split the batch cast a part of each parameter and gradient: whole casts are no bound of theirs."""
+    known, step_s = bounds_and_step(*few_tokens(), Trial(tuple(MeshAxis(*each) for each in axes.items())))
+
+    assert 0.0 < known[0] <= step_s
+    assert known[1] <= step_s
+
+
+@pytest.mark.parametrize("batch", [64, 2048])
+@pytest.mark.parametrize("axes", [{"dp_shard": 8}, {"ep": 8}, {"ep": 4, "tp": 2}], ids=str)
+def test_no_plan_beats_its_bounds_where_ranks_share_experts(axes: dict[Role, int], batch: int):
+    """A rank reads fewer experts for the tokens of more samples: what its own samples take with all is no bound."""
+    small = {"layers": "1", "experts": "64", "intermediate": "3584"}
+    found = resolve("zoo:mixtral-8x7b", batch=batch, seq=16, overrides=small)
+    graph = api.program_of(found.model, found.shallow, found.example_inputs, "bf16")
+    replicas = axes.get("dp_shard", 1) * axes.get("ep", 1)
+    mesh = (MeshAxis("microbatch", batch // replicas), *(MeshAxis(*each) for each in axes.items()))
+
+    known, step_s = bounds_and_step(graph, ClusterSpec.parse("dgx-h100"), Trial(mesh))
+
+    assert 0.0 < known[0] <= step_s
+    assert known[1] <= step_s
+
+
+def test_free_axes_are_bounded_by_the_best_they_may_be():
+    free, data, tensor = (
+        proofs(cluster(), MANY).best(Trial((MeshAxis(role, 4),)), [], 0.0).step_s for role in ("free", "dp_shard", "tp")
+    )
+
+    assert 0.0 < free <= min(data, tensor) * (1.0 + 1e-6)
+    assert free > 0.9 * min(data, tensor)
 
 
 @pytest.mark.parametrize("bandwidth", ["50 Mbit/s", "200 Mbit/s"])
