@@ -46,6 +46,10 @@ class InputMismatchError(AutoparError):
     """A call of the compiled module does not match what was planned."""
 
 
+class ArgumentsDifferError(InputMismatchError):
+    """A call has arguments that the planned one lacks, or lacks some that it has."""
+
+
 class NotFiniteError(AutoparError):
     """Values that forward asks about are not finite, and the branch for those is no part of the captured program."""
 

@@ -16,13 +16,13 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.api import Cluster, captured_for, plan_captured, plan_model, read_cluster
 from autopar.api.planning import Planner, Program
-from autopar.api.staging import Budget, blocks, depth, evaluated, is_staged, staged_program
+from autopar.api.staging import Budget, blocks, depth, is_staged, on_stages, staged_program
 from autopar.api.stale import require_fresh
 from autopar.capture import Captured, batch_size
 from autopar.capture.autocasting import AUTOCAST
 from autopar.capture.recompute import recomputed
 from autopar.errors import UsageError
-from autopar.ir.plan import Decisions, Plan
+from autopar.ir.plan import Decisions, Plan, Workload
 from autopar.ir.plan_json import from_json, load, to_json
 from autopar.ir.squeeze import squeeze
 from autopar.options import OptionKeywords, PlanOptions, Precision
@@ -33,6 +33,7 @@ from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
 from autopar.runtime.checkpoints import keep_optimizer_states
 from autopar.runtime.clipping import see_all_stages
+from autopar.runtime.compiled_class import PREPARED
 from autopar.runtime.errors import compiled_already
 from autopar.runtime.executable import compile_graph
 from autopar.runtime.module import copy_tree, runner_of, without_own_calls
@@ -56,7 +57,7 @@ _INPUTS = ("global", "local")
 _OUTPUTS = ("parts", "whole")
 _BACKENDS = ("eager", "inductor")
 _FOLLOW_LIMIT_S = 20.0
-"""Seconds that the search for an evaluation program may take while a job waits."""
+"""Seconds that the search for another program than the planned one may take while a job waits."""
 
 
 def compile(
@@ -163,6 +164,8 @@ class Job:
     _split: tuple[str, ...] = field(init=False, default=())
     _captured: dict[tuple[bool, bool], Captured] = field(init=False, default_factory=dict)
     _ready: dict[tuple[bool, bool], PipelinedProgram] = field(init=False, default_factory=dict)
+    _met: bool = field(init=False, default=False)
+    """Whether the planned program was captured here: the plan is for this model, whatever else is called."""
 
     def capture(self, example_inputs: Any, *, training: bool, grad: bool = True) -> Captured:
         """Return the program for calls like the example; all ranks must have the same.
@@ -200,6 +203,7 @@ class Job:
         training = captured.training if captured is not None else True
         if captured is not None:
             self._captured[training, True] = captured
+            self._met = True
         squeezed = squeeze(plan.decisions)
         if self.local and captured is not None:
             self._split = batch_axes(captured.graph, squeezed)
@@ -290,7 +294,6 @@ class Job:
         if ready is not None:
             return ready
         captured = self._captured.pop((training, grad), None)
-        planned = captured is not None
         if captured is None:
             example = _as_example(*self._globally(args, kwargs))
             captured = self.capture(example, training=training, grad=grad)
@@ -298,11 +301,12 @@ class Job:
         if plan is None:
             raise RuntimeError("programs are asked for after planning")
         decisions = plan.decisions
-        if training and grad:
-            if not planned:
-                require_fresh(plan, captured.graph, _torch_version())
-        elif captured.graph.fingerprint != plan.fingerprint.graph:
-            decisions = evaluated(self._follow(plan, captured), plan.decisions)
+        if captured.graph.fingerprint == plan.fingerprint.graph:
+            self._met = True
+        elif training and grad and not self._met:
+            require_fresh(plan, captured.graph, _torch_version())
+        else:
+            decisions = on_stages(self._follow(plan, captured, trains=training and grad), plan.decisions)
         with self.ranks.together("rewrite the program"):
             if decisions.recompute:
                 captured = recomputed(captured, decisions.recompute)
@@ -340,23 +344,44 @@ class Job:
         found: tuple[tuple[Any, ...], Mapping[str, Any]] = pytree.tree_map(whole, (args, dict(kwargs)))
         return found
 
-    def _follow(self, plan: Plan, captured: Captured) -> Decisions:
-        """Return rank 0's decisions for another program of the model, its parameters where the plan has them."""
+    def _follow(self, plan: Plan, captured: Captured, *, trains: bool) -> Decisions:
+        """Return rank 0's decisions for another program of the model, its parameters where the plan has them.
+
+        One that trains recomputes what the plan does, in micro-batches no larger than the plan's.
+        """
         found: Decisions | None = None
-        with self.ranks.together("plan the evaluation program"):
+        known, workload = plan.decisions, plan.workload
+        count = _microbatches(workload, captured.graph.batch_size) if trains else 1
+        doing = "another form of batch" if trains else "evaluation"
+        with self.ranks.together(f"plan the program for {doing}"):
             if self.ranks.rank == 0:
                 spec = self.cluster or ClusterSpec.from_dict(plan.cluster)
-                program = Program(captured.graph, plan.workload.model, _torch_version())
+                program = Program(captured.graph, workload.model, _torch_version())
                 options = PlanOptions(
                     precision=self._precision,
-                    optimizer="none",
+                    reduce_dtype=PlanOptions.parse(reduce_dtype=plan.constraints.get("reduce_dtype")).reduce_dtype,
+                    optimizer=PlanOptions.parse(optimizer=workload.optimizer if trains else "none").optimizer,
                     time_limit=_FOLLOW_LIMIT_S,
-                    memory_margin=0.0,
+                    memory_margin=1.0 - depth(known),  # all stages go through the ranks of one of them
                     two_level=False,  # there are process groups for what the training program issues only
                 )
-                found = Planner(program, spec, options, Silent()).follow(plan.decisions)
+                kept = known if trains else replace(known, recompute={})
+                found = Planner(program, spec, options, Silent()).follow(kept, microbatches=count)
+                found = replace(found, outputs_dropped=known.outputs_dropped if trains else ())
         shared: Decisions = self.ranks.from_first(found)
         return shared
+
+
+def _microbatches(planned: Workload, batch: int) -> int:
+    """Return in how many micro-batches another batch is to go: of as many samples as the plan's, or fewer.
+
+    In parts for all data-parallel ranks, if it divides so.
+    """
+    rows = max(1, planned.global_batch // planned.num_microbatches)
+    counts = [count for count in range(1, batch + 1) if batch % count == 0 and batch // count <= rows]
+    replicas = max(1, rows // max(1, planned.microbatch))
+    even = [count for count in counts if (batch // count) % replicas == 0]
+    return min(even or counts, default=1)
 
 
 def _budget(plan: Plan, rank: int) -> Budget:
@@ -424,7 +449,8 @@ def _lazy(model: nn.Module, job: Job) -> nn.Module:
         self.__class__ = built.__class__
         return self.forward(*args, **kwargs)
 
-    lazy = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    own = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__, PREPARED: True}
+    lazy = type(kind.__name__, (kind,), own)
     waiting.__class__ = lazy
     try_optimizers(waiting)
     return waiting

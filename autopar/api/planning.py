@@ -35,7 +35,7 @@ from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.ilp import Solution
 from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, by_tokens, candidates
-from autopar.search.trials import Trial, Uniform, depths, in_time
+from autopar.search.trials import Recompute, Trial, Uniform, depths, in_time
 from autopar.strategies.experts import experts
 from autopar.version import __version__
 from cost_models.cluster import ClusterSpec
@@ -114,11 +114,12 @@ class Planner:
             return ("none",)
         return next(((way,) for way in WAYS if way == fixed), ("none", "full"))
 
-    def follow(self, known: Decisions) -> Decisions:
+    def follow(self, known: Decisions, *, microbatches: int = 1) -> Decisions:
         """Return decisions for a program of a model whose parameters already are where `known` says.
 
-        For evaluation: the mesh, what its axes are for, and the parameters are given, only the operators are open;
-        where nothing fits so, the axes are open, too.
+        For evaluation, and for training on batches of another form: the mesh, what its axes are for, the parameters and
+        which blocks are recomputed are given, only the operators are open. Where nothing fits so, or the program cannot
+        be cut into so many micro-batches, it is one, and at last the axes are open, too.
 
         Raises:
             InfeasibleError: no plan fits beside the parameters.
@@ -129,8 +130,10 @@ class Planner:
             MeshAxis("free" if place >= len(axes) - 2 else "dp_shard", axis.size) for place, axis in enumerate(axes)
         )
         kept = tuple(MeshAxis(_role_of(axis), axis.size) for axis in axes)
-        for candidate in (kept, open_axes):
-            solved = self._solve_one(Trial(candidate), wishes)
+        recompute: Recompute = tuple(sorted(known.recompute.items())) or "none"
+        in_parts = [(MeshAxis("microbatch", microbatches), *kept)] if microbatches > 1 else []
+        for candidate in (*in_parts, kept, open_axes):
+            solved = self._solve_one(Trial(candidate, recompute=recompute), wishes)
             if solved.outcome is not None:
                 break
         outcome = solved.outcome or smallest(self._solving, wishes, [solved]).outcome
@@ -140,7 +143,7 @@ class Planner:
             self._solving.budget, PEAK_DTYPE[self.options.precision], self._solving.model_flops
         )
         found = overlapped(outcome, known.mesh, known.degrees, estimates, on=self.options.overlap)
-        return replace(found.decisions, streams=known.streams)
+        return replace(found.decisions, streams=known.streams, recompute=dict(known.recompute))
 
     def _solve_one(self, trial: Trial, wishes: Wishes) -> Solved:
         """Return one trial's plan; one that exists is found, however long that takes."""

@@ -41,11 +41,12 @@ def blocks(decisions: Decisions) -> tuple[tuple[int, ...], ...]:
     return tuple(ranks[index] for index in sorted(ranks))
 
 
-def evaluated(found: Decisions, planned: Decisions) -> Decisions:
-    """Return the decisions of an evaluation program on the stages of the planned one: the batch goes through whole."""
+def on_stages(found: Decisions, planned: Decisions) -> Decisions:
+    """Return the decisions of another program of the planned model, on the stages of the planned one."""
     if len(planned.stages) == 1:
         return found
-    return replace(found, stages=planned.stages, schedule=replace(planned.schedule, num_microbatches=1))
+    count = found.schedule.num_microbatches
+    return replace(found, stages=planned.stages, schedule=replace(planned.schedule, num_microbatches=count))
 
 
 def schedule_of(decisions: Decisions) -> PipelineSchedule:

@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar._torch import is_registered_node, pytree
 from autopar.capture.errors import example_value, examples_kind, examples_signature
-from autopar.errors import InputMismatchError
+from autopar.errors import ArgumentsDifferError, InputMismatchError
 from autopar.ir.tensor import TensorMeta
 
 _PLAIN = (bool, int, float, complex, str, types.NoneType, torch.dtype, torch.device)
@@ -66,7 +66,8 @@ class CallSpec:
         Shapes and dtypes are the caller's to compare with `tensors`.
 
         Raises:
-            InputMismatchError: the call has another structure, or another plain value, than the captured one.
+            ArgumentsDifferError: the call has other arguments than the captured one.
+            InputMismatchError: it does not fit the model's forward, or has another plain value than the captured one.
         """
         try:
             call = _canonical(self.signature, args, kwargs)
@@ -76,7 +77,7 @@ class CallSpec:
             leaves = self.structure.flatten_up_to(call)
         except (TypeError, ValueError, KeyError) as error:
             reason = _difference(_paths(self.signature, call), self.paths) or str(error)
-            raise _structure_differs(reason, self.paths) from error
+            raise ArgumentsDifferError(f"{_structure_differs(reason, self.paths)}") from error
         tensors = []
         for leaf, path, wanted, value in zip(leaves, self.paths, self.inputs, self.baked, strict=True):
             if wanted is None:

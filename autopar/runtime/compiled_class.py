@@ -26,6 +26,9 @@ RUNNER = "_autopar"
 ELSEWHERE = "_autopar_elsewhere"
 """Attribute of a compiled model that holds the names of what other pipeline stages have."""
 
+PREPARED = "_is_accelerate_prepared"
+"""Attribute by which Accelerate, and transformers' Trainer on top of it, knows models that it is to leave unwrapped."""
+
 _RESIZES = "resize_token_embeddings"
 """Method of transformers' models that gives them other parameters."""
 
@@ -79,6 +82,7 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         "named_parameters": named_parameters,
         "__deepcopy__": deep_copy,
         "__reduce_ex__": refuse_pickle,
+        PREPARED: True,
         "_apply": convert,
     }
     if kind.apply is nn.Module.apply:

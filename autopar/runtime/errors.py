@@ -204,13 +204,6 @@ def _bring(local: tuple[int, ...], wanted: TensorMeta, got: TensorMeta) -> str:
     return f"bring inputs of the planned shapes{last}"
 
 
-def input_on_meta(path: str) -> InputMismatchError:
-    """Return the error for an input on meta, which has no values."""
-    return InputMismatchError(
-        f"argument {path} is on meta and has no values; bring it on this rank's device or on the CPU"
-    )
-
-
 def dtype_not_changed(kind: str, planned: str, asked: str) -> UsageError:
     """Return the error for a compiled model whose parameters are to get another dtype, as `.half()` does."""
     return UsageError(
@@ -233,16 +226,8 @@ def wrapped_again(kind: str) -> UsageError:
     """Return the error for a compiled model that is given to another wrapper for many ranks."""
     return UsageError(
         f"a compiled {kind} is given to DistributedDataParallel or FSDP: its programs split the batch already, and sum "
-        "gradients over ranks. Leave that wrapper out"
-    )
-
-
-def input_not_graded(path: str) -> InputMismatchError:
-    """Return the error for an input that is to get a gradient, where the program computes none for it."""
-    return InputMismatchError(
-        f"argument {path} requires a gradient, and the plan was made for one that requires none: its gradient would be "
-        "lost; plan with example_inputs in which it requires one (x.requires_grad_()), or pass it detached if no "
-        "gradient is wanted"
+        "gradients over ranks. Leave that wrapper out; where a trainer adds it, let that take each process for the "
+        "only one (Lightning: Trainer(devices=1))"
     )
 
 
@@ -394,37 +379,6 @@ def partner_elsewhere(name: str, other: str) -> str:
         f"{name} was written between steps, and {other} is on another pipeline stage: parameters() of a rank are those "
         "of its own stages, so that pairs made by their order (zip(student.parameters(), teacher.parameters())) are of "
         "others. Leave pp out (--fix pp=1) where a loop updates one branch of the model by another"
-    )
-
-
-def many_forms(count: int, *, training: bool) -> str:
-    """Return the warning about calls of many shapes, each of which has its own program."""
-    return (
-        f"{count} programs were made by now for calls in {'training' if training else 'evaluation'}, one for each form "
-        "of call (shapes of inputs, numbers among them): each is captured and planned (seconds) and kept. Pad "
-        "inputs to a few shapes; where lengths grow call by call, as in generation, to the longest"
-    )
-
-
-def mode_differs(name: str, *, now: bool) -> InputMismatchError:
-    """Return the error for a module that went from training to evaluation after planning, or back, without its model.
-
-    `now` is whether it trains.
-    """
-    modes = ("evaluation", "training") if now else ("training", "evaluation")
-    return InputMismatchError(
-        f"module {name!r} is in {modes[1]} mode now, and was in {modes[0]} mode when the plan was made: the program "
-        "does what it did then; set modes of single modules before compiling, and keep them in the model's own train()"
-    )
-
-
-def autocast_differs(around: str, planned: str | None) -> InputMismatchError:
-    """Return the error for a call inside an autocast to another type than the program was planned for."""
-    name = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(around, around)
-    return InputMismatchError(
-        f"an autocast to {around} is around this call, and the program was planned "
-        f"{f'for {planned}' if planned else 'without one'}: its casts are part of it; plan with precision={name!r} "
-        "(--precision), or call it outside of the autocast"
     )
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from autopar.ir.tensor import TensorMeta
-from autopar.runtime.errors import input_differs, input_not_graded, input_on_meta
+from autopar.runtime.call_errors import input_not_graded, input_on_meta
+from autopar.runtime.errors import input_differs
 from autopar.runtime.program import Call
 
 
@@ -44,3 +45,15 @@ class Expected:
             if grad and tensor.requires_grad and not wanted.requires_grad:
                 return input_not_graded(wanted.path)
         return None
+
+    def differ_in_form_alone(self, tensors: Sequence[torch.Tensor], *, parts: bool) -> bool:
+        """Return whether nothing but the shapes of tensors, or that some are to get a gradient, is not as planned.
+
+        What ranks bring in `parts` has no more rows than planned: one that brings more brings the whole, most likely.
+        """
+        return all(
+            tensor.dtype is dtype
+            and not tensor.is_meta
+            and not (parts and shape and tensor.dim() == len(shape) and tensor.shape[0] > shape[0])
+            for tensor, (shape, dtype) in zip(tensors, self.local, strict=True)
+        )

@@ -16,22 +16,15 @@ import torch
 from torch import nn
 
 from autopar._torch import allow_plain_beside_dtensor, is_dtensor, let_anomalies_be_found
-from autopar.errors import InputMismatchError
+from autopar.errors import ArgumentsDifferError, InputMismatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
+from autopar.runtime.call_errors import autocast_differs, many_forms, mode_differs, other_form
 from autopar.runtime.compiled_class import ELSEWHERE, RUNNER, compiled_class, word
-from autopar.runtime.errors import (
-    autocast_differs,
-    dtype_changed,
-    hooks_not_called,
-    many_forms,
-    mode_differs,
-    module_replaced,
-    not_compiled,
-)
+from autopar.runtime.errors import dtype_changed, hooks_not_called, module_replaced, not_compiled
 from autopar.runtime.initialising import mark_elsewhere
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.partners import Partners
@@ -41,6 +34,7 @@ from autopar.runtime.placing import own_part
 from autopar.runtime.profiling import StepProfiler
 from autopar.runtime.program import Program
 from autopar.runtime.ranks import Groups, Ranks
+from autopar.runtime.same_batch import SameBatch
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, Bound
 from autopar.runtime.whole import assign_data, draw_for_the_whole, plain_arguments, refuse_numbers_of_parts
@@ -58,8 +52,8 @@ _MANY_FORMS = 8
 class Runner:
     """Chooses the program for each call of one compiled module, and runs it.
 
-    The form of call that the plan was made for (`planned`: training, gradients) is the only one
-    in that mode; in other modes each new form of call gets a program of its own. `batch` is the layout of the batch
+    Each mode and form of call has a program of its own, made when it is first met. In the mode that was planned for
+    (`planned`: training, gradients) plain values are the planned ones. `batch` is the layout of the batch
     that ranks bring to a call in parts. `pipeline` is the place of this rank where programs are
     `PipelinedProgram`s; the decisions' mesh is then that of one pipeline rank. `autocast` is the type that programs
     cast to, `None` where they do not. With `whole_outputs` every rank gets all outputs, as plain tensors. `introduce`
@@ -88,7 +82,7 @@ class Runner:
         self._children: tuple[tuple[str, ref[nn.Module], tuple[tuple[str, ref[nn.Module]], ...]], ...] = ()
         self._types: tuple[tuple[ref[nn.Module], tuple[tuple[bool, str, torch.dtype], ...]], ...] = ()
         self._hooks: frozenset[int] = frozenset()
-        self._warned = False
+        self._warned = self._told = False
         self._partners: Partners | None = None
         self.decisions = squeeze(decisions)
         self.ranks = ranks
@@ -97,6 +91,7 @@ class Runner:
         own = self.decisions.levels
         self.groups = Groups.of(self.decisions.mesh, ranks, streams, own) if pipeline is None else pipeline.groups
         self.part = _part(self.decisions.mesh, batch, self.groups.rank)
+        self._same_batch = SameBatch(ranks, parts=self.part[1] > 1)
         self._program_for = program_for
         self._planned = planned
         self._how: dict[str, Any] = {"whole_outputs": whole_outputs}
@@ -136,6 +131,7 @@ class Runner:
         if self._profiler is not None and grad:
             self._profiler.step()
         mode = (model.training, grad)
+        self._same_batch.look(mode, model, args, kwargs)
         form = (*mode, len(args), *kwargs)
         known = self._readers.get(form)
         if known is not None:
@@ -278,18 +274,18 @@ class Runner:
         """Return the program for a call, made now if this mode may have a new one, and the call's tensors."""
         found = self._known.setdefault(mode, [])
         found += [self._bind(program, model) for program in self._unbound.pop(mode, ())]
-        problem: Exception | None = None
+        if not found and mode == self._planned:  # whatever is called first: it is there already, and all others follow
+            found.append(self._bind(self._program_for(*mode, args, kwargs), model))
         for bound in found:
             try:
                 tensors = bound.flatten(args, kwargs)
-            except InputMismatchError as error:
-                problem = error
+            except InputMismatchError:
                 continue
-            problem = bound.expected.mismatch(tensors, grad=mode[1])
-            if problem is None:
+            if bound.expected.mismatch(tensors, grad=mode[1]) is None:
                 return bound, tensors
-        if problem is not None and mode == self._planned:
-            raise problem
+        if mode == self._planned:
+            self._admit(found[0], args, kwargs)
+        self._same_batch.look_again(model, args, kwargs)
         program = self._program_for(*mode, args, kwargs)
         bound = self._bind(program, model)
         tensors = bound.flatten(args, kwargs)
@@ -300,6 +296,27 @@ class Runner:
         if len(found) == _MANY_FORMS:
             warn(many_forms(len(found), training=mode[0]))
         return bound, tensors
+
+    def _admit(self, planned: Bound | StagedBound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Tell, once, of a call of the planned mode that has other arguments than the planned one, or other shapes.
+
+        Raises:
+            InputMismatchError: it differs in something else.
+        """
+        differs: Exception | None
+        try:
+            tensors = planned.flatten(args, kwargs)
+        except ArgumentsDifferError as error:
+            differs = error
+        else:
+            differs = planned.expected.mismatch(tensors, grad=self._planned[1])
+            if differs is None:
+                return
+            if not planned.expected.differ_in_form_alone(tensors, parts=self.part[1] > 1):
+                raise differs
+        if not self._told:
+            self._told = True
+            warn(other_form(str(differs)))
 
     def _bind(self, program: Program | PipelinedProgram, model: nn.Module) -> Bound | StagedBound:
         if isinstance(program, PipelinedProgram):

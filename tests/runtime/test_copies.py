@@ -200,6 +200,12 @@ def test_a_compiled_model_is_not_wrapped_again(where: str):
         wrapper["parameters_of"](_compiled(Layers(), {}))
 
 
+@pytest.mark.parametrize("example", [(torch.zeros(4, 6),), None])
+def test_accelerate_leaves_a_compiled_model_unwrapped(example: tuple[torch.Tensor, ...] | None):
+    """`Accelerator.prepare`, and so transformers' Trainer, returns models that have this attribute as they are."""
+    assert autopar.compile(Layers(), "cpu:1", example_inputs=example)._is_accelerate_prepared is True
+
+
 def test_a_module_replaced_after_compiling_is_named():
     mine = _compiled(Layers(), {})
     mine(_batches()[0])

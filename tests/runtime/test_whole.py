@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import autopar
-from autopar.errors import AutoparError, InputMismatchError, UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.runtime.stand_ins import Elsewhere
 from tests.support.ranks import RankPool
 
@@ -227,17 +228,21 @@ def test_outputs_of_one_compiled_model_are_inputs_of_another(pool: RankPool, fix
         assert max(differences) < 1e-5
 
 
-def test_an_input_whose_gradient_no_program_computes_is_refused_by_name():
+@pytest.mark.parametrize("training", [True, False])
+def test_an_input_that_requires_a_gradient_gets_one_also_where_the_example_required_none(training: bool):
     x, labels = _batch()
-    mine = autopar.compile(Classifier(), "cpu:1", example_inputs=(x, labels))
+    mine = autopar.compile(Classifier(), "cpu:1", example_inputs=(x, labels)).train(training)
     graded = x.clone().requires_grad_()
 
-    with pytest.raises(InputMismatchError, match=r"argument x requires a gradient.*would be lost.*requires_grad_"):
-        mine(graded, labels)
     with torch.no_grad():
         mine(graded, labels)
-    mine.eval()(graded, labels)[0].backward()  # in evaluation each form of call has a program
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        mine(graded, labels)[0].backward()
     assert graded.grad is not None
+    assert [str(each.message).partition(":")[0] for each in told] == (
+        ["argument x requires a gradient, and the plan was made for one that requires none"] if training else []
+    )
 
 
 def test_an_input_with_a_gradient_in_the_example_gets_it_and_needs_none_later():

@@ -456,6 +456,6 @@ def compile_staged(
         outputs={},
         collectives=(),
     )
-    runner = Runner(decisions, ranks, program_for, pipeline=pipeline)
+    runner = Runner(decisions, ranks, program_for, pipeline=pipeline, batch=split if layers.part is None else whole)
     held = names_on_rank(programs(layers, own), placeholders, schedule, pipeline.index, model)
     return compiled(model, runner, names=held, **how), runner

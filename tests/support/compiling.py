@@ -10,7 +10,7 @@ from torch import nn
 from autopar.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Decisions
-from autopar.rewrite import batch_axes, rewrite
+from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import Program, Ranks, Runner, compiled
 from tests.support.decide import decide
 from tests.support.remembering import remembered
@@ -41,8 +41,9 @@ def compile_with(
     def planned_first(training: bool, grad: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
         return ready.pop() if training and grad and ready else program_for(training, grad, args, kwargs)
 
-    backend = how.pop("backend", None)
-    return compiled(model, Runner(chosen(first), ranks, planned_first, backend=backend), **how)
+    backend, split = how.pop("backend", None), batch_axes(first.graph, chosen(first)) if local_inputs else ()
+    batch = batch_layout(mesh, split) if split else None
+    return compiled(model, Runner(chosen(first), ranks, planned_first, backend=backend, batch=batch), **how)
 
 
 def _program(captured: Captured, decisions: Decisions, rank: int, local_inputs: bool) -> Program:
