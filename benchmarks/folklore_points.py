@@ -82,6 +82,10 @@ _MAMBA = {"hidden_size": "2560", "num_hidden_layers": "64", "num_heads": "80", "
 _WIDE = {"layers": "4", "hidden": "16384", "heads": "128"}
 _T5_3B = {"heads": "32", "head_size": "128", "intermediate": "16384"}
 _VIT_G = {"layers": "40", "hidden": "1408", "heads": "16", "intermediate": "6144"}
+_QWEN_32B = {
+    "hidden_size": "5120", "num_hidden_layers": "64", "intermediate_size": "27648", "num_attention_heads": "40",
+    "num_key_value_heads": "8",
+}  # fmt: skip
 _FINE_EXPERTS = {"layers": "16", "experts": "64", "intermediate": "3584"}
 
 POINTS = {
@@ -136,6 +140,12 @@ POINTS = {
     "6.7b-generations": Point("zoo:gpt3-6.7b", _GENERATIONS, 96, 2048, "fp16", tp=4, pps=(3,), sizes=(1,)),
     "1.3b-slow": Point("zoo:gpt3-1.3b", _SLOW, 64, 2048, tp=4, pps=(4,), sizes=(1,)),
     "1b-8x16gb": Point("zoo:llama3-1b", "a4000:8", 32, 4096, pps=(4,), sizes=(1,)),
+    "70b-16mi300x": Point("zoo:llama3-70b", "mi300x-platformx2", 64, 8192, tp=8, pps=(2,), sizes=(1,)),
+    "32b-40h100": Point("hf:qwen2", "dgx-h100x5", 80, 8192, tp=4, pps=(5,), sizes=(1,), set=_QWEN_32B),
+    "clip-16a100": Point("hf:clip", "dgx-a100-80gbx2", 2048, 77),
+    "olmoe-8a100": Point("hf:olmoe", "dgx-a100-80gb", 64, 4096, pps=(2,), eps=(8,), sizes=(1,)),
+    "glm-64h100": Point("hf:glm4_moe", "dgx-h100x8", 128, 4096, tp=8, pps=(8,), eps=(8,), sizes=(1,)),
+    "deepseekv3-256h100": Point("hf:deepseek_v3", "dgx-h100x32", 1024, 4096, tp=8, pps=(16,), eps=(32,), sizes=(1,)),
 }
 
 
