@@ -104,12 +104,9 @@ class Estimates:
         return self._mixed.get(trial, 1.0)
 
     def bound_s(self, trial: Trial) -> float:
-        """Return seconds that no plan of a trial beats, 0 if nothing is known; less may be recomputed: not if mixed.
-
-        Nothing is known where experts are split, too: a rank then reads fewer of them for the tokens of more samples.
-        """
+        """Return seconds that no plan of a trial beats, 0 if nothing is known; less may be recomputed: not if mixed."""
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
-        if self._is_larger(trial) or any(axis.role == "ep" for axis in trial.ranks):
+        if self._is_unknown(trial):
             return 0.0
         sample_s = max(self._sample_s(trial, self._least_s, way) for way in ways)
         samples = self.solving.program.batch_size / trial.replicas
@@ -117,8 +114,7 @@ class Estimates:
 
     def microbatch_s(self, trial: Trial) -> float:
         """Return seconds that a micro-batch takes at least through all stages, nothing recomputed, 0 if unknown."""
-        split = any(axis.role == "ep" for axis in trial.ranks)
-        return 0.0 if split or self._is_larger(trial) else self._sample_s(trial, self._least_s) * self._size(trial)
+        return 0.0 if self._is_unknown(trial) else self._sample_s(trial, self._least_s) * self._size(trial)
 
     def relaxed_s(self, trial: Trial, left_s: float | None = None) -> float:
         """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another.
@@ -157,9 +153,12 @@ class Estimates:
         """Return about what a trial's work takes, nothing recomputed, collectives of its samples' ranks included."""
         return self._sample_s(trial, self._work_s) * (self.solving.program.batch_size / trial.replicas)
 
-    def _is_larger(self, trial: Trial) -> bool:
-        """Return whether a micro-batch is larger than those looked at: its samples may cost less than theirs."""
-        return self._size(trial) > self._largest(trial)
+    def _is_unknown(self, trial: Trial) -> bool:
+        """Return whether what was looked at bounds nothing of a trial: its samples may cost less than those did.
+
+        In a micro-batch that is larger, or where experts are split: a rank reads fewer for the tokens of more samples.
+        """
+        return self._size(trial) > self._largest(trial) or any(axis.role == "ep" for axis in trial.ranks)
 
     def _largest(self, trial: Trial) -> int:
         """Return the most samples of a micro-batch that seconds are computed of, 0 if of none."""

@@ -145,7 +145,7 @@ class Floors:
     def work(self, options: Mapping[str, Sequence[MeshStrategy]], sizes: tuple[int, ...], device: DeviceSpec) -> Work:
         """Return what each block takes at least on a device.
 
-        `options` are those of each operator on the ranks along which tensors are split, `sizes` those of their mesh.
+        `options` are those of each operator on the ranks that share its samples, `sizes` those of their mesh.
         """
         graph = self.graph
         least = {rep: self._least_s(graph.by_name[rep], found, sizes, device) for rep, found in options.items()}

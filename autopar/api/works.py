@@ -1,4 +1,4 @@
-"""What blocks of a program take and hold at least on the ranks along which tensors are split: once for a search."""
+"""What blocks of a program take and hold at least on the ranks that share samples: once for a search."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ def _padded(
     size, wanted = query.shape[-1], value.shape[-1]
     more = size - wanted
     query, key, value = (
-        functional.pad(each, (0, max(0, by))) if by > 0 else each
-        for each, by in ((query, -more), (key, -more), (value, more))
+        functional.pad(each, (0, by)) if by > 0 else each for each, by in ((query, -more), (key, -more), (value, more))
     )
     scale = 1.0 / math.sqrt(size) if scale is None else scale
     found = functional.scaled_dot_product_attention(

@@ -125,6 +125,21 @@ def test_free_axes_are_estimated_as_the_better_of_what_they_may_be(program: Capt
     assert max(found[data], found[tensor]) > 1.1 * found[free]
 
 
+def test_widths_that_time_is_too_short_for_are_estimated_with_their_collectives():
+    """By proportion alone, tensor parallelism over two hosts at 100 Mbit/s looked faster than inside of one."""
+    inside, across = (Trial((MeshAxis("tp", width),)) for width in (2, 8))
+    left = [60.0]
+    found = estimates(TOKENS, ClusterSpec.from_dict(HOSTS))
+    found.left_s = lambda: left[0]
+    near = found.of([Trial(()), inside], fits=True)
+    left[0] = 0.0
+    scaled = found.more([across], fits=True)[across]
+    computed = estimates(TOKENS, ClusterSpec.from_dict(HOSTS)).of([across], fits=True)[across]
+
+    assert computed > near[inside]
+    assert scaled > near[inside]
+
+
 def test_a_free_axis_is_no_data_parallelism_where_the_batch_does_not_divide():
     free, tensor = (Trial((MeshAxis(each, 4),)) for each in ("free", "tp"))
     found = estimates(SIX_SAMPLES).of([free, tensor], fits=False)
