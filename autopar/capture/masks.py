@@ -17,12 +17,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.own_attention import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
+
 _ATEN = torch.ops.aten
 _CAUSAL_AT = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: 4,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
+    DROPOUT_ATTENTION: 4,
+    DROPOUT_ATTENTION_BACKWARD: 8,
 }
-"""Attention operators that take a mask, and the place of their argument `is_causal` (that before it: dropout)."""
+"""Attention operators that take a mask, and the place of their argument `is_causal`: behind dropout, and before the
+mask where that is not given by name."""
 
 _LARGEST = 2**28
 """Elements of the largest mask that is looked at: 16384 by 16384 positions, a GiB in float32."""
@@ -42,9 +47,11 @@ def simplify_masks(joint: fx.GraphModule) -> int:
     cut: list[fx.Node] = []
     changed = 0
     for node in joint.graph.nodes:
-        mask = node.kwargs.get("attn_mask") if node.op == "call_function" and node.target in _CAUSAL_AT else None
-        place = _CAUSAL_AT.get(node.target)
-        if not isinstance(mask, fx.Node) or place is None or (len(node.args) > place and node.args[place]):
+        place = _CAUSAL_AT.get(node.target) if node.op == "call_function" else None
+        if place is None or (len(node.args) > place and node.args[place]):
+            continue
+        mask = node.args[place + 1] if len(node.args) > place + 1 else node.kwargs.get("attn_mask")
+        if not isinstance(mask, fx.Node):
             continue
         chain = _constant_chain(mask)
         if chain is None:
@@ -57,7 +64,7 @@ def simplify_masks(joint: fx.GraphModule) -> int:
         causal = known[spelled] is Verdict.CAUSAL
         given = [*node.args, *[0.0, False][len(node.args) - place - 1 :]] if len(node.args) <= place else [*node.args]
         given[place] = causal
-        node.args = tuple(given)
+        node.args = tuple(given[: place + 1])
         node.kwargs = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
         cut += chain
         changed += 1

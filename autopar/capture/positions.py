@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.ir.graph import BALANCED, Graph, Op
-
-_ATTENTION = "aten._scaled_dot_product"
+from autopar.ir.roles import is_attention
 
 
 def balanced_positions(graph: Graph) -> Graph:
@@ -19,7 +18,7 @@ def balanced_positions(graph: Graph) -> Graph:
 
 
 def _balanced(op: Op) -> Op:
-    if not op.target.startswith(_ATTENTION):
+    if not is_attention(op):
         return op
     args = tuple(BALANCED if arg is True else arg for arg in op.args)
     kwargs = tuple((name, BALANCED if value is True else value) for name, value in op.kwargs)

@@ -24,7 +24,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.origin import layer_path
 from autopar.errors import StalePlanError
 from autopar.ir.graph import Arg, Graph, Op, Ref
-from autopar.ir.roles import computes, is_view, parameter_like
+from autopar.ir.roles import computes, is_attention, is_view, parameter_like
 
 SUFFIX = "_again"
 """Appended to the name of an operator, it names its copy in backward."""
@@ -213,7 +213,7 @@ def _chosen(graph: Graph, way: Way) -> frozenset[str]:
     if way == "products":
         return frozenset(op.name for op in graph.ops if op.target not in _PRODUCTS)
     if way == "keep_attention":
-        return frozenset(op.name for op in graph.ops if not _is_attention_kernel(op))
+        return frozenset(op.name for op in graph.ops if not is_attention(op))
     kept: set[str] = set()
     seen: dict[str, int] = {}
     for op in graph.ops:
@@ -222,7 +222,7 @@ def _chosen(graph: Graph, way: Way) -> frozenset[str]:
             seen[block] = seen.get(block, 0) + 1
             if seen[block] % 2 == 0:
                 kept.add(op.name)
-        elif _is_attention_kernel(op):
+        elif is_attention(op):
             kept.add(op.name)
     return frozenset(op.name for op in graph.ops if op.name not in kept)
 
@@ -257,11 +257,7 @@ def _attention_core(graph: Graph) -> frozenset[str]:
         made = op.target == "aten.bmm.default" and op.outputs[0] is not None and _is_square(op.outputs[0].shape)
         if made or any(scores.get(ref.op, -1) == size for ref in op.refs):
             scores[op.name] = size
-    return frozenset(scores) | {op.name for op in graph.ops if _is_attention_kernel(op)}
-
-
-def _is_attention_kernel(op: Op) -> bool:
-    return "_scaled_dot_product" in op.target
+    return frozenset(scores) | {op.name for op in graph.ops if is_attention(op)}
 
 
 def _size(op: Op) -> int:

@@ -36,11 +36,11 @@ from autopar.capture.errors import trained_elsewhere, value_dependent
 from autopar.capture.fake import FakeModel, named_tensors
 from autopar.capture.finite import check_finite, is_marked, taken_to_be_finite
 from autopar.capture.flex import flex_attention_in_plain_operators
+from autopar.capture.fused_attention import fused_attention
 from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write, masks_for_places
 from autopar.capture.origin import user_line
 from autopar.capture.strides import look_up_windows
-from autopar.capture.uneven_heads import pad_heads
 
 PREFIX = "model"
 """Name of the user's model inside the traced module."""
@@ -138,13 +138,13 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         _require_static(graph, name)
         open_bags(graph)
         look_up_windows(graph)
-        pad_heads(graph)
         choose_by_masks(graph)
         counting = counting_write(graph) if with_backward else None
         if counting is not None:
             raise value_dependent(name, "indexing by a mask", user_line(counting.meta.get("stack_trace", "")))
         loose = _restore_names(graph, program, fake)
         result = _plain_outputs(graph)
+        stack.enter_context(fused_attention(graph))
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
         require_dtypes(joint, name)
         check_finite(joint)

@@ -21,7 +21,7 @@ from autopar.costs.losses import NLL_FORWARD, loss_kernels
 from autopar.costs.narrowing import Narrowed
 from autopar.ir.graph import BALANCED, Graph, Op
 from autopar.ir.placement import Layout, local_shape
-from autopar.ir.roles import is_view
+from autopar.ir.roles import is_attention, is_view
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.tensor import TensorMeta
 from cost_models import compute
@@ -94,12 +94,13 @@ def seconds(
     outs = [[_local(m, s.outputs[i], sizes) for i, m in enumerate(op.outputs)] for s in strategies]
     if (products := [_products(op, i, o) for i, o in zip(ins, outs, strict=True)]) and products[0]:
         return _multiplied(op, metas, ins, products, device, narrowed) + _fresh(op, outs, device)
-    if op.target.startswith("aten._scaled_dot_product"):
+    if is_attention(op):
         flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
         keys = np.array([max(1, i[_keys_at(op)][-2]) for i in ins], dtype=np.float64)
         moved = _moved(op, metas, ins, outs, shares=shares)
         attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device, keys)
-        return np.asarray(attention, dtype=np.float64) + _fresh(op, outs, device)
+        between = compute.memory_bound_s(np.zeros(len(ins)), device, _core_work(op, ins, outs, device))
+        return np.asarray(attention + between, dtype=np.float64) + _fresh(op, outs, device)
     if theirs := loss_kernels(op, device.cross_entropy):
         item = metas[theirs.scores].item_bytes
         of_scores = np.array([math.prod(i[theirs.scores]) * item for i in ins], dtype=np.float64)
@@ -204,7 +205,7 @@ def flops(op: Op, metas: Sequence[TensorMeta]) -> float:
     if op.kind != "call":
         return 0.0
     ins = [meta.shape for meta in metas]
-    if op.target.startswith("aten._scaled_dot_product"):
+    if is_attention(op):
         return _attention_flops(op, ins)
     outs = [meta.shape if meta else () for meta in op.outputs]
     return float(sum(2 * math.prod(product) for product in _products(op, ins, outs)))

@@ -27,8 +27,7 @@ CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"
 
 _COMPUTES = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten._grouped_mm", "aten.convolution",
-    "transformers.grouped_mm_fallback", "aten._scaled_dot_product", "aten.embedding", "aten.topk", "aten.sort",
-    "aten.scatter_add",
+    "transformers.grouped_mm_fallback", "aten.embedding", "aten.topk", "aten.sort", "aten.scatter_add",
 )  # fmt: skip
 
 ENDS_OF_EXPERTS = 2
@@ -67,7 +66,12 @@ def base_of(graph: Graph) -> dict[tuple[str, int], tuple[str, int]]:
 
 def computes(op: Op) -> bool:
     """Return whether an operator is a kernel that others are not part of: a product, attention, a look-up, a sort."""
-    return op.target.startswith(_COMPUTES)
+    return op.target.startswith(_COMPUTES) or is_attention(op)
+
+
+def is_attention(op: Op) -> bool:
+    """Return whether an operator is a kernel of attention, forward or backward."""
+    return "._scaled_dot_product" in op.target
 
 
 def order_of(op: Op) -> tuple[int, ...] | None:

@@ -16,9 +16,11 @@ import torch
 from torch import fx
 
 from autopar._torch import pytree
+from autopar.own_attention import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import mark
 from autopar.rewrite.passes import Pass
+from autopar.rewrite.random_ops import seeded
 
 _ATEN = torch.ops.aten
 _FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
@@ -27,6 +29,14 @@ _FLASH = _ATEN._scaled_dot_product_flash_attention.default
 _FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
 _EFFICIENT = _ATEN._scaled_dot_product_efficient_attention.default
 _EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
+_DROPPING = seeded(str(DROPOUT_ATTENTION))
+_DROPPING_FLASH, _DROPPING_EFFICIENT = seeded(str(_FLASH)), seeded(str(_EFFICIENT))
+_FORWARDS = (_FORWARD, DROPOUT_ATTENTION, _DROPPING)
+_BACKWARDS = (_BACKWARD, DROPOUT_ATTENTION_BACKWARD)
+_FLASHES, _EFFICIENTS = (_FLASH, _DROPPING_FLASH), (_EFFICIENT, _DROPPING_EFFICIENT)
+_STATE = 2
+"""Which result of the CPU's kernel that drops scores says what was drawn; the GPUs' have others, and read theirs."""
+
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16
 """Elements that rows of an attention bias start at a multiple of, or the memory-efficient kernel refuses it."""
@@ -94,6 +104,7 @@ class GpuAttention:
     Both make the same values up to rounding; what forward passes to backward differs in shape and is theirs alone.
     Of unlike lengths, flash attention's causal mask ends at the last key, the CPU's begins at the first. The
     memory-efficient kernel has no groups of queries: it is given a copy of keys and values for each query head.
+    Kernels that drop scores draw from the seed that the CPU's is given, other numbers.
     """
 
     flash_head: int = _FLASH_HEAD
@@ -102,33 +113,41 @@ class GpuAttention:
     def __call__(self, gm: fx.GraphModule) -> int:
         """Edit the graph and return the number of operators replaced."""
         made: dict[fx.Node, fx.Node] = {}
-        for node in gm.graph.find_nodes(op="call_function", target=_FORWARD):
-            made[self._forward(node)] = node
-        gradients = gm.graph.find_nodes(op="call_function", target=_BACKWARD)
+        for target in _FORWARDS:
+            for node in gm.graph.find_nodes(op="call_function", target=target):
+                made[self._forward(node)] = node
+        gradients = [each for kernel in _BACKWARDS for each in gm.graph.find_nodes(op="call_function", target=kernel)]
         for node in gradients:
             _backward(node, _maker(node))
         for node in (*made.values(), *gradients):
             gm.graph.erase_node(node)
+        for new, node in made.items():
+            if node.target is not _FORWARD:
+                _drop_state(new)
         return len(made) + len(gradients)
 
     def _forward(self, node: fx.Node) -> fx.Node:
         """Put the GPU's forward kernel in place of the CPU's, which then has no users; return it."""
-        query, key, value, dropout, causal, mask, scale = _read(node, 3)
+        salt = node.args[:1] if node.target is _DROPPING else ()
+        query, key, value, dropout, causal, mask, scale = _read(node, 3, skip=len(salt))
         if query.meta["val"].shape[-1] <= self.flash_head and _takes_flash(query, key, mask, causal=causal):
-            new = _beside(node, _FLASH, (query, key, value, dropout, causal), {"scale": scale})
+            args: tuple[Any, ...] = (*salt, query, key, value, dropout, causal)
+            new = _beside(node, _FLASHES[len(salt)], args, {"scale": scale})
         else:
             key, value = (_for_each_head(node, each, query) for each in (key, value))
             bias = _aligned(node, query, key, mask)
-            new = _beside(node, _EFFICIENT, (query, key, value, bias, True, dropout, causal), {"scale": scale})
+            args = (*salt, query, key, value, bias, True, dropout, causal)
+            new = _beside(node, _EFFICIENTS[len(salt)], args, {"scale": scale})
         _take_over(node, new)
-        if new.target is _EFFICIENT:
+        if new.target in _EFFICIENTS:
             _cut_moved_sums(new, query.meta["val"].shape[2])
         return new
 
 
 def _backward(node: fx.Node, maker: fx.Node) -> None:
-    grad, query, key, value, out, sums, dropout, causal, mask, scale = _read(node, 6)
-    if maker.target is _FLASH:
+    drops = node.target is DROPOUT_ATTENTION_BACKWARD
+    grad, query, key, value, out, sums, *_, dropout, causal, mask, scale = _read(node, 7 if drops else 6)
+    if maker.target in _FLASHES:
         lengths = (query.meta["val"].shape[2], key.meta["val"].shape[2])
         seed, offset = (_element(maker, index) for index in (6, 7))
         args: tuple[Any, ...] = (
@@ -168,7 +187,7 @@ def _cut_moved_sums(maker: fx.Node, length: int) -> None:
     if length % _PADDED == 0:
         return
     for sums in [each for each in maker.users if each.target is operator.getitem and each.args[1] == 1]:
-        moves = [reader for reader in sums.users if reader.target is not _BACKWARD]
+        moves = [reader for reader in sums.users if reader.target not in _BACKWARDS]
         with maker.graph.inserting_after(sums):
             cut = maker.graph.call_function(_ATEN.slice.Tensor, (sums, 2, 0, length))
         cut.meta = {**sums.meta, "val": sums.meta["val"][:, :, :length]}
@@ -206,10 +225,19 @@ def _sum_groups(old: fx.Node, new: fx.Node, groups: int) -> None:
         user.graph.erase_node(user)
 
 
-def _read(node: fx.Node, tensors: int) -> tuple[Any, ...]:
+def _read(node: fx.Node, tensors: int, *, skip: int = 0) -> tuple[Any, ...]:
     """Return the tensors a kernel of the CPU reads, then dropout, whether it is causal, its mask and its scale."""
-    given = (*node.args, *(0.0, False)[len(node.args) - tensors :]) if len(node.args) < tensors + 2 else node.args
-    return (*given, node.kwargs.get("attn_mask"), node.kwargs.get("scale"))
+    given = node.args[skip:]
+    given = (*given, *(0.0, False)[max(0, len(given) - tensors) :]) if len(given) < tensors + 2 else given
+    mask = given[tensors + 2] if len(given) > tensors + 2 else node.kwargs.get("attn_mask")
+    return (*given[: tensors + 2], mask, node.kwargs.get("scale"))
+
+
+def _drop_state(maker: fx.Node) -> None:
+    """Erase what reads the state of the CPU's kernel; nothing computes with it any more."""
+    for user in [each for each in maker.users if each.target is operator.getitem and each.args[1] == _STATE]:
+        if not user.users:
+            maker.graph.erase_node(user)
 
 
 def _takes_flash(query: fx.Node, key: fx.Node, mask: fx.Node | None, *, causal: bool) -> bool:
@@ -225,7 +253,7 @@ def _maker(node: fx.Node) -> fx.Node:
     todo: list[fx.Node] = [sums] if isinstance(sums, fx.Node) else []
     while todo:
         each = todo.pop()
-        if each.target in (_FLASH, _EFFICIENT):
+        if each.target in (*_FLASHES, *_EFFICIENTS):
             return each
         todo += each.all_input_nodes
     raise RewriteError(f"{node.name} is the gradient of no attention kernel of the program")

@@ -4,16 +4,22 @@
 
 With fewer key than query heads (grouped queries) the query heads are `(h g)`: split by `g`, every rank has some queries
 of each group and the keys of all. Splitting that or the positions `l` makes the gradients of keys and values terms.
+
+A kernel that drops scores draws for the heads that it has: backward must have the same. So its state is split as the
+heads are, in an order of each rank's own, which nothing leads to another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from autopar.ir.graph import BALANCED
+from autopar.ir.placement import Placement, Shard
 from autopar.ir.rule import Dims
 from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
+from autopar.strategies.random import LOWERING
 
 
 def _heads(call: Call) -> tuple[Dims, Dims, Dims]:
@@ -118,6 +124,34 @@ def _backward(mask: str, gradient: str, sums: str) -> Callable[[Call], Iterable[
     return rule
 
 
+def _dropping(call: Call) -> Iterator[Strategy]:
+    """Yield the strategies of the kernel that drops scores: samples and heads."""
+    q, k, v = _heads(call)
+    inputs: dict[str, Dims] = {"query": q, "key": k, "value": v, **_given_mask(call)}
+    for each in call.named(inputs, [q, q[:3], q[:2]], whole=frozenset("sl")):
+        out, sums, state = each.outputs
+        yield replace(each, outputs=(out, sums, _own(state)), lowering=LOWERING)
+
+
+def _dropping_backward(call: Call) -> Iterator[Strategy]:
+    """Yield those of its gradient, which draws the same again."""
+    q, k, v = _heads(call)
+    inputs: dict[str, Dims] = {"grad_out": q, "query": q, "key": k, "value": v, "out": q}
+    inputs |= {"logsumexp": q[:3], "state": q[:2], **_given_mask(call)}
+    state = call.index("state")
+    for each in call.named(inputs, [q, k, v], whole=frozenset("sl")):
+        placed = (_own(at) if index == state else at for index, at in enumerate(each.inputs))
+        yield replace(each, inputs=tuple(at for at in placed if at is not None))
+
+
+def _given_mask(call: Call) -> dict[str, Dims]:
+    return {} if call.index("attn_mask") is None else {"attn_mask": _mask(call, "attn_mask")}
+
+
+def _own(state: Placement | None) -> Placement | None:
+    return replace(state, rows="own") if isinstance(state, Shard) else state
+
+
 RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _forward("attn_mask"),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _backward(
@@ -130,5 +164,7 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten._scaled_dot_product_cudnn_attention.default": _forward("attn_bias"),
     "aten._scaled_dot_product_cudnn_attention_backward.default": _backward("attn_bias", "grad_out", "logsumexp"),
     "aten._scaled_dot_product_attention_math.default": _forward("attn_mask"),
+    "autopar_ops._scaled_dot_product_dropout_attention.default": _dropping,
+    "autopar_ops._scaled_dot_product_dropout_attention_backward.default": _dropping_backward,
     "aten._scaled_dot_product_attention_math_for_mps.default": _forward("attn_mask"),
 }

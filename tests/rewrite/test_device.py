@@ -5,6 +5,7 @@ No GPU runs here: what the kernels compute is stood in for by their definition, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,18 @@ from torch.nn import functional
 
 from autopar.capture import Captured
 from autopar.ir.mesh import Axis, Mesh
+from autopar.own_attention import DROPOUT_ATTENTION
 from autopar.rewrite import Programs, rewrite
 from autopar.rewrite.device import GpuAttention, kernels_for
+from autopar.rewrite.random_ops import seeded
+from autopar.strategies import axis_strategies
 from tests.support.decide import decide
 from tests.support.remembering import remembered
 
 aten = torch.ops.aten
+DROPPED = 0.25
 ALONE = Mesh((Axis("tp", 1, "device"),))
+PAIR = Mesh((Axis("tp", 2, "device"),))
 
 
 class Attends(nn.Module):
@@ -30,9 +36,11 @@ class Attends(nn.Module):
     Queries may share keys, and be those of the first half of positions alone.
     """
 
-    def __init__(self, causal: bool, dtype: torch.dtype, heads: int = 2, *, half: bool = False) -> None:
+    def __init__(
+        self, causal: bool, dtype: torch.dtype, heads: int = 2, *, half: bool = False, drops: bool = False
+    ) -> None:
         super().__init__()
-        self.causal, self.heads, self.half = causal, heads, half
+        self.causal, self.heads, self.half, self.dropout = causal, heads, half, DROPPED if drops else 0.0
         self.inner = nn.Linear(16, 16, dtype=dtype)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,7 +50,7 @@ class Attends(nn.Module):
         if self.half:
             q = q[:, :, : x.shape[1] // 2]
         made = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=self.heads < 2
+            q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=self.causal, enable_gqa=self.heads < 2
         )
         return made.float().square().mean()
 
@@ -104,7 +112,20 @@ def efficient_backward(
     return (*gradients(grad, q, k, v, bias, causal, scale), None)
 
 
+def dropping(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel's stand-in that is given what it draws from; it drops nothing."""
+
+    def run(salt: int, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(salt, int)
+        assert DROPPED in [each for each in args if isinstance(each, float)]
+        return kernel(*args, **kwargs)
+
+    return run
+
+
 STAND_INS = {
+    seeded("aten._scaled_dot_product_flash_attention.default"): dropping(flash),
+    seeded("aten._scaled_dot_product_efficient_attention.default"): dropping(efficient),
     aten._scaled_dot_product_flash_attention.default: flash,
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     aten._scaled_dot_product_efficient_attention.default: efficient,
@@ -144,6 +165,9 @@ class Case:
     masked: bool = False
     heads: int = 2
     half: bool = False
+    drops: bool = False
+    seeded: bool = False
+    """Whether what is dropped is drawn from the step's seed, as on several ranks, or as torch's generator has it."""
 
 
 CASES = {
@@ -156,6 +180,11 @@ CASES = {
     "queries share keys": Case("efficient", causal=True, dtype=torch.float32, heads=1),
     "queries share keys, mask": Case("efficient", length=16, masked=True, heads=1),
     "causal, fewer queries than keys": Case("efficient", causal=True, half=True),
+    "drops scores": Case("flash", causal=True, drops=True),
+    "drops scores by a seed": Case("flash", causal=True, drops=True, seeded=True),
+    "drops scores by a seed, mask": Case("efficient", length=16, masked=True, drops=True, seeded=True),
+    "drops scores, queries share keys": Case("efficient", dtype=torch.float32, length=6, heads=1, drops=True),
+    "drops scores, mask": Case("efficient", length=16, masked=True, drops=True),
 }
 
 
@@ -164,20 +193,29 @@ def test_values_and_gradients_are_those_of_the_model(name: str):
     case = CASES[name]
     dtype, length = case.dtype, case.length
     torch.manual_seed(0)
-    model = Attends(case.causal, dtype, case.heads, half=case.half)
+    model = Attends(case.causal, dtype, case.heads, half=case.half, drops=case.drops)
     mask = torch.randn(2, 1, length, length).to(dtype) if case.masked else None
     example = (torch.randn(2, length, 16).to(dtype), *([mask] if case.masked else []))
     captured = remembered(model, example)
-    programs = rewrite(captured.joint, captured.graph, decide(captured.graph, ALONE), 0, device="cuda")
+    graph = captured.graph
+    drawn = {
+        op.name: (axis_strategies(op, [graph.meta(ref) for ref in op.refs], 2, ()).strategies[0],)
+        for op in graph.ops
+        if case.seeded and op.target == str(DROPOUT_ATTENTION)
+    }
+    programs = rewrite(
+        captured.joint, graph, decide(graph, PAIR if case.seeded else ALONE, operators=drawn), 0, device="cuda"
+    )
 
     kernels = {
         str(node.target).split(".")[1] for node in programs.forward.graph.nodes if "attention" in str(node.target)
     }
+    model.dropout = 0.0
     got = run(programs, captured, model, example)
 
     want = model(*example)
     want.backward()
-    assert kernels == {f"_scaled_dot_product_{case.kernel}_attention"}
+    assert kernels == {f"_scaled_dot_product_{case.kernel}_attention{'_default' if case.seeded else ''}"}
     wanted = [want.detach(), *(each.grad for each in model.parameters())]
     for mine, its in zip(got, wanted, strict=True):
         error = (mine.float() - its.float()).norm() / its.float().norm()

@@ -247,13 +247,13 @@ def test_dropout_follows_manual_seed_and_is_the_same_loss_on_all_ranks(pool: Ran
     assert first[1][0] != first[0][0]
 
 
-def dropout_gradients(rank: int) -> float:
+def dropout_gradients(rank: int, seed: int) -> float:
     """Return how far gradients are from what the loss itself says, with the same dropout."""
     torch.manual_seed(1)
-    model = Tied(dropout=0.5).double()
+    model = Tied(dropout=0.5, of_scores=0.3).double()
     example = cases()["tied"][1]
-    mine = compile_with(model, example, PAIR, decide_by=greedy(2))
-    weight = mine.out.bias
+    mine = compile_with(model, example, PAIR, decide_by=greedy(seed))
+    weight = mine.qkv.weight
 
     def loss() -> torch.Tensor:
         torch.manual_seed(5)
@@ -272,8 +272,9 @@ def dropout_gradients(rank: int) -> float:
     return abs((up - down) / (2 * step) - slope) / slope
 
 
-def test_backward_uses_the_dropout_of_its_forward(pool: RankPool):
-    assert max(pool.values(dropout_gradients)) < 1e-4
+@pytest.mark.parametrize("seed", [0, 1], ids=["attention by heads", "by samples"])
+def test_backward_uses_the_dropout_of_its_forward(pool: RankPool, seed: int):
+    assert max(pool.values(dropout_gradients, seed)) < 1e-4
 
 
 def local_inputs(rank: int) -> None:

@@ -68,8 +68,9 @@ class Vision(nn.Module):
 class Tied(nn.Module):
     """A language model with tied embedding and head, attention, and a parameter that is never used."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, of_scores: float = 0.0) -> None:
         super().__init__()
+        self.of_scores = of_scores
         self.embed = nn.Embedding(32, 16)
         self.qkv = nn.Linear(16, 48)
         self.out = nn.Linear(16, 16)
@@ -84,7 +85,8 @@ class Tied(nn.Module):
         """Return logits, and the loss if there are labels."""
         h = self.embed(ids) * self.frozen
         q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(self.norm(h)).chunk(3, -1))
-        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        dropped = self.of_scores if self.training else 0.0
+        a = functional.scaled_dot_product_attention(q, k, v, None, dropped, is_causal=True).transpose(1, 2).flatten(2)
         logits = self.head(self.drop(h + self.out(a)))
         if labels is None:
             return {"logits": logits}

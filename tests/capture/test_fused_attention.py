@@ -1,4 +1,4 @@
-"""Attention whose values are of another size than its keys: one fused kernel, and the numbers of plain operators."""
+"""Attention that drops scores, or whose values are of another size than its keys: one kernel, and the same numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.capture import capture
+from autopar.capture.autocasting import policy
+from autopar.capture.recompute import recomputed_graph
 from autopar.ir.graph import Graph
 from tests.capture.program import run
 
@@ -69,7 +71,63 @@ def test_is_one_kernel_and_computes_the_same(sizes: tuple[int, int], options: di
         torch.testing.assert_close(found.gradients.get(name), parameter.grad)
 
 
-@pytest.mark.parametrize("options", [{"dropout_p": 0.5}, {"trained": True}])
+DROPPING = [
+    "autopar_ops._scaled_dot_product_dropout_attention.default",
+    "autopar_ops._scaled_dot_product_dropout_attention_backward.default",
+]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (6, 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_drops_scores_in_one_kernel(sizes: tuple[int, int], masked: bool) -> None:
+    torch.manual_seed(0)
+    few = 1e-9  # of so few that none is dropped: numbers of the model without dropout
+    model = Latent(*sizes, dropout_p=few, is_causal=not masked).double()
+    x = torch.randn(BATCH, SEQ, 8, dtype=torch.float64)
+    given = (x, torch.ones(SEQ, SEQ, dtype=torch.bool).tril()) if masked else (x,)
+    captured = capture(model, given)
+    assert kernels(captured.graph) == DROPPING
+    found = run(captured, model, given)
+    model.options["dropout_p"] = 0.0
+    expected = model(*given)
+    expected.backward()
+    torch.testing.assert_close(found.result, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients.get(name), parameter.grad)
+
+
+def test_torch_s_own_layers_drop_scores_in_one_kernel() -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(SEQ)
+    x = torch.randn(BATCH, SEQ, 16)
+    assert kernels(capture(layer, (x, mask)).graph) == DROPPING
+
+
+def test_a_constant_causal_mask_of_one_that_drops_is_told_by_the_argument() -> None:
+    class Causal(Latent):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x, torch.ones(SEQ, SEQ).tril().log())
+
+    graph = capture(Causal(4, 4, dropout_p=0.5), (torch.randn(BATCH, SEQ, 8),)).graph
+    (forward,) = (op for op in graph.ops if op.target == DROPPING[0])
+    assert forward.args[4] is True
+    assert len(forward.refs) == 3
+
+
+def test_under_autocast_it_computes_in_16_bits() -> None:
+    with policy("bf16"):
+        graph = capture(Latent(4, 4, dropout_p=0.5), (torch.randn(BATCH, SEQ, 8),)).graph
+    (forward,) = (op for op in graph.ops if op.target == DROPPING[0])
+    assert {graph.meta(ref).dtype for ref in forward.refs} == {"bfloat16"}
+
+
+def test_recomputation_keeps_what_was_drawn() -> None:
+    graph = capture(Latent(4, 4, dropout_p=0.5), (torch.randn(BATCH, SEQ, 8),)).graph
+    again = recomputed_graph(graph, "full")
+    assert sum(op.target == DROPPING[0] for op in again.ops) == 1
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.5, "trained": True}, {"trained": True}, {"dropout_p": 1.0}])
 def test_stays_where_no_fused_kernel_is_to_be_had(options: dict[str, Any]) -> None:
     captured = capture(Latent(6, 4, **options), (torch.randn(BATCH, SEQ, 8),))
     assert not any("scaled_dot_product" in each for each in kernels(captured.graph))

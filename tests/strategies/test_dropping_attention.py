@@ -1,0 +1,56 @@
+"""Attention that drops scores: split by samples and heads, backward as forward."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.ir.placement import Replicate, Shard
+from autopar.ir.reshard import is_reachable
+from autopar.own_attention import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
+from autopar.strategies import axis_strategies
+from autopar.strategies.random import LOWERING
+from tests.strategies.make import f
+from tests.strategies.one_op import Case
+
+HEADS, SHARED = 8, 2
+
+
+def cases() -> tuple[Case, Case]:
+    """Return a call of the kernel and of its gradient: queries share keys, under a mask of every head."""
+    query, key, mask = f(4, HEADS, 6, 8), f(4, SHARED, 6, 8), f(HEADS, 6, 6)
+    made = DROPOUT_ATTENTION(query, key, key, 0.5, False, mask)
+    forward = Case(str(DROPOUT_ATTENTION), (query, key, key, 0.5, False, mask), {})
+    rest = (query, key, key, *made, 0.5, False, mask)
+    return forward, Case(str(DROPOUT_ATTENTION_BACKWARD), (query, *rest), {})
+
+
+def test_forward_is_split_by_samples_and_heads_and_draws() -> None:
+    forward, _ = cases()
+    found = axis_strategies(forward.op, forward.metas, 2, ()).strategies
+
+    assert {each.lowering for each in found} == {LOWERING}
+    assert [each.outputs for each in found] == [
+        (Replicate(), Replicate(), Replicate()),
+        (Shard(0), Shard(0), Shard(0, rows="own")),
+        (Shard(1), Shard(1), Shard(1, rows="own")),
+        (Shard(1, 2), Shard(1, 2), Shard(1, 2, rows="own")),
+    ]
+    assert [each.inputs[3] for each in found] == [Replicate(), Replicate(), Shard(0), Shard(0, 2)]
+
+
+def test_backward_can_be_split_only_as_its_forward_was() -> None:
+    forward, backward = cases()
+    states = [each.outputs[2] for each in axis_strategies(forward.op, forward.metas, 2, ()).strategies]
+    read = [each.inputs[6] for each in axis_strategies(backward.op, backward.metas, 2, ()).strategies]
+
+    assert read == states
+    for made in states:
+        assert made is not None
+        assert [want for want in read if is_reachable((made,), (want,))] == [made]
+
+
+def test_ranks_of_other_heads_draw_other_scores() -> None:
+    torch.manual_seed(0)
+    first, second = (DROPOUT_ATTENTION(*(f(1, 2, 8, 8) for _ in range(3)), 0.5, False)[2] for _ in range(2))
+
+    assert not torch.equal(first, second)
