@@ -40,6 +40,7 @@ from autopar.capture.fused_attention import fused_attention
 from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write, masks_for_places
 from autopar.capture.origin import user_line
+from autopar.capture.recurrent import layer_by_layer
 from autopar.capture.strides import look_up_windows
 
 PREFIX = "model"
@@ -145,6 +146,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         loose = _restore_names(graph, program, fake)
         result = _plain_outputs(graph)
         stack.enter_context(fused_attention(graph))
+        stack.enter_context(layer_by_layer(graph))
         joint = aot_export_joint_with_descriptors(stack, graph, tuple(inputs)).graph_module
         require_dtypes(joint, name)
         check_finite(joint)

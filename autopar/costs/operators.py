@@ -1,7 +1,7 @@
 """Seconds of one operator on local shapes, for all of its strategies at once.
 
-Three families: matrix products (with convolutions seen as such), attention
-kernels, and everything else as traffic to memory. Views cost nothing and are
+Matrix products (with convolutions seen as such), attention kernels, recurrent
+layers, and everything else as traffic to memory. Views cost nothing and are
 named; whatever is not named moves its bytes.
 """
 
@@ -19,6 +19,7 @@ from autopar.costs.expanded import Shares
 from autopar.costs.fusion import Fused, Inside
 from autopar.costs.losses import NLL_FORWARD, loss_kernels
 from autopar.costs.narrowing import Narrowed
+from autopar.costs.recurrent import is_recurrent, recurrent_flops, recurrent_seconds
 from autopar.ir.graph import BALANCED, Graph, Op
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.roles import is_attention, is_view
@@ -94,6 +95,8 @@ def seconds(
     outs = [[_local(m, s.outputs[i], sizes) for i, m in enumerate(op.outputs)] for s in strategies]
     if (products := [_products(op, i, o) for i, o in zip(ins, outs, strict=True)]) and products[0]:
         return _multiplied(op, metas, ins, products, device, narrowed) + _fresh(op, outs, device)
+    if is_recurrent(op):
+        return recurrent_seconds(op, ins, _compute_dtype(op, metas), device) + _fresh(op, outs, device)
     if is_attention(op):
         flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
         keys = np.array([max(1, i[_keys_at(op)][-2]) for i in ins], dtype=np.float64)
@@ -205,6 +208,8 @@ def flops(op: Op, metas: Sequence[TensorMeta]) -> float:
     if op.kind != "call":
         return 0.0
     ins = [meta.shape for meta in metas]
+    if is_recurrent(op):
+        return recurrent_flops(op, ins)
     if is_attention(op):
         return _attention_flops(op, ins)
     outs = [meta.shape if meta else () for meta in op.outputs]

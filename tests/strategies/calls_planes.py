@@ -141,4 +141,18 @@ def complex_numbers() -> Iterator[Case]:
     yield c("slice_scatter.default", torch.complex(f(4, 8), f(4, 8)), x, 1, 0, 6)
 
 
-MORE = (grids, planes, matrices, look_ups, wholes, alignments, quantisation, complex_numbers)
+def recurrent() -> Iterator[Case]:
+    """Yield layers of recurrent networks in both directions, steps or samples first, with and without biases."""
+    for kind, gates, biased, batch_first in (("lstm", 4, True, False), ("gru", 3, False, True)):
+        x = f(4, 3, 5) if batch_first else f(3, 4, 5)
+        states = [f(2, 4, 6) for _ in range(2 if kind == "lstm" else 1)]
+        sizes = [(6 * gates, 5), (6 * gates, 6), *[(6 * gates,)] * (2 if biased else 0)] * 2
+        weights = [f(*size) for size in sizes]
+        name = "lstm" if kind == "lstm" else "rnn"
+        how = (kind, biased, batch_first)
+        yield c(f"autopar_ops.{name}_layer.default", x, states, weights, *how)
+        grads = (f(*x.shape[:2], 12), *(f(2, 4, 6) for _ in states))
+        yield c(f"autopar_ops.{name}_layer_backward.default", *grads, x, states, weights, *how)
+
+
+MORE = (grids, planes, matrices, look_ups, wholes, recurrent, alignments, quantisation, complex_numbers)
