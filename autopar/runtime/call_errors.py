@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.errors import InputMismatchError, RanksDisagreeError
+from autopar.errors import InputMismatchError, RanksDisagreeError, UsageError
 from autopar.runtime.backend_words import plainly
 from autopar.runtime.errors import first_line
 
@@ -61,6 +61,15 @@ def autocast_differs(around: str, planned: str | None) -> InputMismatchError:
         f"an autocast to {around} is around this call, and the program was planned "
         f"{f'for {planned}' if planned else 'without one'}: its casts are part of it; plan with precision={name!r} "
         "(--precision), or call it outside of the autocast"
+    )
+
+
+def differentiated_twice(kind: str) -> UsageError:
+    """Return the error for a gradient of a compiled model that is differentiated again."""
+    return UsageError(
+        f"a gradient of this compiled {kind} is differentiated again (create_graph=True), and its program computes "
+        "first derivatives alone. Put what needs the gradient inside of the model: a forward that calls "
+        "torch.autograd.grad(..., create_graph=True) itself and returns loss plus penalty is captured as a whole"
     )
 
 

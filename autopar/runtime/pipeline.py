@@ -38,6 +38,7 @@ from autopar.runtime.executable import compile_graph, place_constants
 from autopar.runtime.expected import Expected
 from autopar.runtime.failures import told
 from autopar.runtime.gloo import backend_name, by_messages
+from autopar.runtime.once import once
 from autopar.runtime.parameters import slots
 from autopar.runtime.pipeline_outputs import Outputs
 from autopar.runtime.pipeline_ranks import PipelineRanks
@@ -80,6 +81,7 @@ class StagedBound:
         self._whole_outputs = whole_outputs
         self._stopped = ""
         self._warned = False
+        self.kind = type(model).__name__
         self._programs: list[Callable[..., Any]] = []
         self.events: Sequence[Event] = ()
         """When this rank computed what in its last step, as the host saw it; `time.perf_counter` is its clock."""
@@ -391,7 +393,9 @@ class _PipelineStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, None, None, *ctx.bound.scaled(ctx.gradients, grads))
+        with torch.no_grad():
+            made = ctx.bound.scaled(ctx.gradients, grads)
+        return (None, None, None, *once(made, ctx.bound.kind))
 
 
 def _loss(program: PipelinedProgram) -> int | None:

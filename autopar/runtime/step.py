@@ -17,6 +17,7 @@ from autopar.runtime.executable import compile_graph, place_constants
 from autopar.runtime.expected import Expected
 from autopar.runtime.failures import told
 from autopar.runtime.gloo import backend_name, by_messages
+from autopar.runtime.once import once
 from autopar.runtime.parameters import slots
 from autopar.runtime.placing import dtensor_placements, room_of
 from autopar.runtime.program import Program, Result, Value
@@ -44,6 +45,7 @@ class Bound:
         self.program = program
         self._groups = groups
         self._warned = False
+        self.kind = type(model).__name__
         self._backend = backend
         self._mesh: Mesh = groups.mesh
         self.flatten = program.call.flatten
@@ -285,8 +287,9 @@ class _Step(torch.autograd.Function):
         if not keeps_graph():
             ctx.values = None
         del values
-        with torch.autocast(bound.device_type, enabled=False):
-            return (None, None, *bound.backward(arguments, grads, ctx.seed))
+        with torch.autocast(bound.device_type, enabled=False), torch.no_grad():
+            made = bound.backward(arguments, grads, ctx.seed)
+        return (None, None, *once(made, bound.kind))
 
 
 def rebuilder(result: Result, count: int) -> Callable[[Sequence[Any]], Any]:
