@@ -31,6 +31,7 @@ from autopar.report.exposed import plan_note
 from autopar.rewrite import batch_axes, batch_layout, rewrite
 from autopar.runtime import InitFn, Ranks, Runner, compiled
 from autopar.runtime import Program as LocalProgram
+from autopar.runtime.attributes import attributes_as
 from autopar.runtime.checkpoints import keep_optimizer_states
 from autopar.runtime.clipping import see_all_stages
 from autopar.runtime.compiled_class import PREPARED
@@ -226,6 +227,7 @@ class Job:
             autocast=self._autocast(plan),
             whole_outputs=self.whole_outputs,
             introduce=(see_all_stages, keep_optimizer_states, try_optimizers),
+            as_called=functools.partial(attributes_as, self.model),
         )
         return compiled(self.model, runner, init_fn=self.init_fn, names=names)
 

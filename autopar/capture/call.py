@@ -16,6 +16,7 @@ from torch import nn
 from autopar._torch import is_registered_node, pytree
 from autopar.capture.errors import example_value, examples_kind, examples_signature
 from autopar.errors import ArgumentsDifferError, InputMismatchError
+from autopar.ir.reads import Read
 from autopar.ir.tensor import TensorMeta
 
 _PLAIN = (bool, int, float, complex, str, types.NoneType, torch.dtype, torch.device)
@@ -54,6 +55,9 @@ class CallSpec:
 
     baked: tuple[Any, ...]
     """For every flat argument: the plain value, `None` where it is a tensor."""
+
+    reads: tuple[Read, ...] = ()
+    """Plain values of attributes that the graph was made for."""
 
     @property
     def tensors(self) -> tuple[Input, ...]:

@@ -25,6 +25,7 @@ from autopar.capture.merge import drop_idle_strides, merge_equal
 from autopar.capture.metrics import leave_metrics, of_inputs_alone
 from autopar.capture.naming import names_in_order, rename_nodes, renamed_ops, renamed_outputs
 from autopar.capture.origin import layer_path, module_path, user_line
+from autopar.capture.reads import reads
 from autopar.capture.strides import in_plain_order
 from autopar.capture.trace import PREFIX, Traced, trace
 from autopar.capture.unread import drop_unread
@@ -75,6 +76,7 @@ def capture(model: nn.Module, example_inputs: object, *, training: bool = True, 
         raise no_tensor_inputs(name)
     try:
         fake, traced, told = _traced(model, call, examples, training=training, with_backward=with_backward)
+        call = replace(call, reads=reads(traced.guarded, PREFIX, fake.module, model))
         captured = _assemble(name, fake, call, traced, training=training, with_backward=with_backward)
     except AutoparError:
         raise

@@ -119,6 +119,9 @@ class Traced:
     loose: dict[str, Loose]
     """Plain tensor attributes by the name AOTAutograd knows them under."""
 
+    guarded: tuple[str, ...]
+    """Names of what Dynamo read while it traced."""
+
     changes_python: bool
     """Whether forward changes Python objects that outlive it, other than globals: the graph does not."""
 
@@ -132,7 +135,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         stack.enter_context(_ambient(with_backward))
         stack.enter_context(without_value_checks())
         program = _Program(fake.module, call)
-        with without_guards(), recorded_side_effects() as changed:
+        with without_guards() as guarded, recorded_side_effects() as changed:
             graph = dynamo_capture(program)(*inputs)
         masks_for_places(graph)
         compute_everywhere(graph)
@@ -152,7 +155,8 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         check_finite(joint)
         _drop_checks(joint)
         _make_numbers(joint)
-    return Traced(joint, result, loose, changes_python=not all(each.startswith(_GLOBAL) for each in changed))
+    outlives = not all(each.startswith(_GLOBAL) for each in changed)
+    return Traced(joint, result, loose, tuple(guarded), changes_python=outlives)
 
 
 def trace_python(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import InputMismatchError, RanksDisagreeError, UsageError
+from autopar.ir.reads import ABSENT
 from autopar.runtime.backend_words import plainly
 from autopar.runtime.errors import first_line
 
@@ -37,8 +38,9 @@ def many_forms(count: int, *, training: bool) -> str:
     """Return the warning about calls of many shapes, each of which has its own program."""
     return (
         f"{count} programs were made by now for calls in {'training' if training else 'evaluation'}, one for each form "
-        "of call (shapes of inputs, numbers among them): each is captured and planned (seconds) and kept. Pad "
-        "inputs to a few shapes; where lengths grow call by call, as in generation, to the longest"
+        "of call (shapes of inputs, numbers among them and among attributes of modules): each is captured and planned "
+        "(seconds) and kept. Pad inputs to a few shapes; where lengths grow call by call, as in generation, to the "
+        "longest"
     )
 
 
@@ -61,6 +63,16 @@ def autocast_differs(around: str, planned: str | None) -> InputMismatchError:
         f"an autocast to {around} is around this call, and the program was planned "
         f"{f'for {planned}' if planned else 'without one'}: its casts are part of it; plan with precision={name!r} "
         "(--precision), or call it outside of the autocast"
+    )
+
+
+def attribute_differs(name: str, planned: object, now: object) -> InputMismatchError:
+    """Return the error for an attribute of the model that has another value than its programs were made for."""
+    got = "gone" if now is ABSENT else repr(now)
+    return InputMismatchError(
+        f"attribute {name} is {got}, and the plan was made for {planned!r}: values of attributes are part of a "
+        "program, of which each takes seconds to make. A number that changes from step to step is to be an argument of "
+        "forward that is a tensor, or a buffer (self.register_buffer(...), then .fill_(...))"
     )
 
 

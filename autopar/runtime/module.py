@@ -15,14 +15,16 @@ from weakref import ref
 import torch
 from torch import nn
 
-from autopar._torch import allow_plain_beside_dtensor, is_dtensor, let_anomalies_be_found
+from autopar._torch import allow_plain_beside_dtensor, let_anomalies_be_found
 from autopar.errors import ArgumentsDifferError, InputMismatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.plan import Decisions
+from autopar.ir.reads import is_number
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
-from autopar.runtime.call_errors import autocast_differs, many_forms, mode_differs, other_form
+from autopar.runtime.attributes import AsCalled, changed, own_attributes
+from autopar.runtime.call_errors import attribute_differs, autocast_differs, many_forms, mode_differs, other_form
 from autopar.runtime.compiled_class import ELSEWHERE, RUNNER, compiled_class, word
 from autopar.runtime.errors import dtype_changed, hooks_not_called, module_replaced, not_compiled
 from autopar.runtime.initialising import mark_elsewhere
@@ -34,6 +36,7 @@ from autopar.runtime.placing import own_part
 from autopar.runtime.profiling import StepProfiler
 from autopar.runtime.program import Program
 from autopar.runtime.ranks import Groups, Ranks
+from autopar.runtime.reader import Reader
 from autopar.runtime.same_batch import SameBatch
 from autopar.runtime.staged_program import PipelinedProgram
 from autopar.runtime.step import Backend, Bound
@@ -57,7 +60,8 @@ class Runner:
     that ranks bring to a call in parts. `pipeline` is the place of this rank where programs are
     `PipelinedProgram`s; the decisions' mesh is then that of one pipeline rank. `autocast` is the type that programs
     cast to, `None` where they do not. With `whole_outputs` every rank gets all outputs, as plain tensors. `introduce`
-    are functions that are to know each module which runs the programs: the compiled one, and copies of it.
+    are functions that are to know each module which runs the programs: the compiled one, and copies of it. `as_called`
+    lets programs be captured with the attributes that the called module has by then.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Runner:
         autocast: torch.dtype | None = None,
         whole_outputs: bool = False,
         introduce: Sequence[Callable[[nn.Module], None]] = (),
+        as_called: AsCalled | None = None,
     ) -> None:
         self._profiler = profiler
         self._autocast = autocast
@@ -101,6 +106,9 @@ class Runner:
         self._readers: dict[tuple[Any, ...], tuple[Bound | StagedBound, Reader]] = {}
         self._unbound: dict[tuple[bool, bool], list[Program | PipelinedProgram]] = {}
         self._introduce = introduce
+        self._as_called = as_called
+        self._held: dict[tuple[str, str], Any] = {}
+        self._is_copy = False
         self.held_before: frozenset[str] = frozenset()
         """Names of the parameters here that an earlier pipeline rank holds too."""
         meshes = [self.groups.device_mesh] if self.groups.mesh.axes else []
@@ -137,7 +145,7 @@ class Runner:
         if known is not None:
             bound, reader = known
             tensors = reader.read(args, kwargs)
-            if tensors is not None and bound.expected.matches(tensors, grad=grad):
+            if tensors is not None and bound.expected.matches(tensors, grad=grad) and bound.attributes.same():
                 return self._run(bound, tensors, grad=grad)
         self._check_hooks()
         args, kwargs = plain_arguments(args, kwargs)
@@ -168,6 +176,7 @@ class Runner:
     def know_modes(self, model: nn.Module, copied: nn.Module) -> None:
         """Note which modules of the model that was planned train, and those whose modes the calls are to have."""
         self._modes = tuple((name, each.training) for name, each in model.named_modules())
+        self._held = own_attributes(copied)
         self._hooks = frozenset(key for each in copied.modules() for key in _hooks(each))
         self.watch(copied)
 
@@ -225,7 +234,7 @@ class Runner:
     def for_copy(self, copied: nn.Module) -> Runner:
         """Return the runner of a deep copy of the module: the same programs, on the copy's tensors."""
         made = copy.copy(self)
-        made._known, made._readers, made._partners = {}, {}, None
+        made._known, made._readers, made._partners, made._is_copy = {}, {}, None, True
         made._unbound = self._programs()
         made.__dict__.pop("with_whole_outputs", None)  # it is of the tensors of this one
         made.watch(copied)
@@ -275,23 +284,25 @@ class Runner:
         found = self._known.setdefault(mode, [])
         found += [self._bind(program, model) for program in self._unbound.pop(mode, ())]
         if not found and mode == self._planned:  # whatever is called first: it is there already, and all others follow
-            found.append(self._bind(self._program_for(*mode, args, kwargs), model))
+            found.append(self._bind(self._make(model, mode, args, kwargs), model))
         for bound in found:
             try:
                 tensors = bound.flatten(args, kwargs)
             except InputMismatchError:
                 continue
-            if bound.expected.mismatch(tensors, grad=mode[1]) is None:
+            if bound.expected.mismatch(tensors, grad=mode[1]) is None and bound.attributes.same():
                 return bound, tensors
         if mode == self._planned:
             self._admit(found[0], args, kwargs)
         self._same_batch.look_again(model, args, kwargs)
-        program = self._program_for(*mode, args, kwargs)
-        bound = self._bind(program, model)
+        self._require_few(found)
+        bound = self._bind(self._make(model, mode, args, kwargs), model)
         tensors = bound.flatten(args, kwargs)
         problem = bound.expected.mismatch(tensors, grad=mode[1])
         if problem is not None:
             raise problem
+        for read, now in bound.attributes.changed():
+            raise attribute_differs(read.name, read.value, now)
         found.append(bound)
         if len(found) == _MANY_FORMS:
             warn(many_forms(len(found), training=mode[0]))
@@ -311,12 +322,33 @@ class Runner:
         else:
             differs = planned.expected.mismatch(tensors, grad=self._planned[1])
             if differs is None:
+                differs = next(
+                    (attribute_differs(r.name, r.value, now) for r, now in planned.attributes.changed()), None
+                )
+            if differs is None:
                 return
             if not planned.expected.differ_in_form_alone(tensors, parts=self.part[1] > 1):
                 raise differs
         if not self._told:
             self._told = True
             warn(other_form(str(differs)))
+
+    def _make(
+        self, model: nn.Module, mode: tuple[bool, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Program | PipelinedProgram:
+        """Return a new program, for a call of a model with the attributes that it has now."""
+        if self._as_called is None:
+            return self._program_for(*mode, args, kwargs)
+        with self._as_called(changed(self._held, own_attributes(model), objects=not self._is_copy)):
+            return self._program_for(*mode, args, kwargs)
+
+    def _require_few(self, found: Sequence[Bound | StagedBound]) -> None:
+        """Raise where there are many programs already, and now a number is another one than in all of them."""
+        others = [next(bound.attributes.changed(), None) for bound in found]
+        numbers = [each for each in others if each is not None and is_number(each[0].value) and is_number(each[1])]
+        if len(found) >= _MANY_FORMS and len(numbers) == len(found):
+            read, now = numbers[0]
+            raise attribute_differs(read.name, read.value, now)
 
     def _bind(self, program: Program | PipelinedProgram, model: nn.Module) -> Bound | StagedBound:
         if isinstance(program, PipelinedProgram):
@@ -371,33 +403,6 @@ def _order(program: Program) -> str:
     """Return a digest of the collectives in the order in which a rank issues them: equal, or ranks would hang."""
     text = repr([(each.op, each.axis, each.bytes, each.inner) for each in program.local.emitted])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-class Reader:
-    """Reads the tensors of calls that are all tensors, given in one way, without looking at their structure."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self._order = None if list(order) == list(range(len(order))) else list(order)
-        self._count = len(order)
-
-    @classmethod
-    def of(cls, bound: Bound | StagedBound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reader | None:
-        """Return the reader for calls given as this one is; `None` if it has arguments that are no tensors."""
-        if not all(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
-            return None
-        stand_ins = [torch.empty(0) for _ in range(len(args) + len(kwargs))]
-        named = dict(zip(kwargs, stand_ins[len(args) :], strict=True))
-        seen = bound.flatten(tuple(stand_ins[: len(args)]), named)
-        places = {id(each): i for i, each in enumerate(stand_ins)}
-        return cls([places[id(each)] for each in seen]) if len(seen) == len(stand_ins) else None
-
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
-        """Return the tensors in the program's order; `None` if something else, or a DTensor, is among them."""
-        given = (*args, *kwargs.values())
-        for each in given:
-            if not isinstance(each, torch.Tensor) or is_dtensor(each):
-                return None
-        return given if self._order is None else [given[i] for i in self._order]
 
 
 def compiled(

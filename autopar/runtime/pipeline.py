@@ -18,6 +18,7 @@ from autopar.ir.placement import local_shape
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.timeline import Event
 from autopar.runtime import stop_notes
+from autopar.runtime.attributes import Attributes
 from autopar.runtime.backend_words import plainly
 from autopar.runtime.borrowing import Loans, form_of, loans, returns
 from autopar.runtime.errors import (
@@ -76,6 +77,7 @@ class StagedBound:
         self.program = program
         self.flatten = program.call.flatten
         self.rebuild = rebuilder(program.result, len(program.staged.outputs))
+        self.attributes = Attributes(model, program.call.reads)
         self._pipeline = pipeline
         self._backend = backend
         self._whole_outputs = whole_outputs

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar.ir.placement import Layout
+from autopar.ir.reads import Read
 from autopar.ir.tensor import TensorMeta
 
 
@@ -36,6 +37,10 @@ class Call(Protocol):
     @property
     def tensors(self) -> Sequence[Tensor]:
         """Return the tensor inputs, in the order of the input placeholders."""
+
+    @property
+    def reads(self) -> Sequence[Read]:
+        """Return the plain values of attributes that the program was made for."""
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors of a call; `InputMismatchError` if it has another form."""

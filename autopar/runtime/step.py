@@ -12,6 +12,7 @@ from torch import fx, nn
 from autopar._torch import dtensor_of, dtensor_spec, is_dtensor, keeps_graph, local_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Replicate, local_shape
+from autopar.runtime.attributes import Attributes
 from autopar.runtime.errors import constant_on_meta, frozen_since, gradient_not_planned, unfrozen
 from autopar.runtime.executable import compile_graph, place_constants
 from autopar.runtime.expected import Expected
@@ -60,6 +61,7 @@ class Bound:
         self._seeds = None if seeding is None else Seeds(seeding, ranks)
         self._seeded = None if seeding is None else seeding.step_seed
         self._expect_inputs()
+        self.attributes = Attributes(model, program.call.reads)
         local = program.local
         self.outputs = len(local.outputs)
         self.rebuild = rebuilder(program.result, self.outputs)
