@@ -71,6 +71,7 @@ __all__ = [
     "is_dtensor",
     "is_fake",
     "is_registered_node",
+    "is_transformed",
     "keeps_graph",
     "kernels_under_autocast_of_cpu",
     "let_anomalies_be_found",
@@ -132,6 +133,12 @@ def without_guards() -> Iterator[list[str]]:
         yield seen
     finally:
         setattr(functional_export, name, check)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, jvp) is at work: tensors are its wrappers then."""
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
 
 
 @contextmanager

@@ -76,6 +76,15 @@ def attribute_differs(name: str, planned: object, now: object) -> InputMismatchE
     )
 
 
+def transformed(kind: str) -> UsageError:
+    """Return the error for a call inside a transform of torch.func."""
+    return UsageError(
+        f"this compiled {kind} is called inside a transform of torch.func (grad, vmap, jvp), which cannot look into "
+        "its program: call loss.backward() or torch.autograd.grad(loss, parameters) on what it returns, or transform "
+        "inside of the model, before autopar.compile"
+    )
+
+
 def differentiated_twice(kind: str) -> UsageError:
     """Return the error for a gradient of a compiled model that is differentiated again."""
     return UsageError(

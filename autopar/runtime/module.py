@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from autopar._torch import allow_plain_beside_dtensor, let_anomalies_be_found
+from autopar._torch import allow_plain_beside_dtensor, is_transformed, let_anomalies_be_found
 from autopar.errors import ArgumentsDifferError, InputMismatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
@@ -24,10 +24,18 @@ from autopar.ir.reads import is_number
 from autopar.ir.squeeze import squeeze
 from autopar.ir.timeline import Event
 from autopar.runtime.attributes import AsCalled, changed, own_attributes
-from autopar.runtime.call_errors import attribute_differs, autocast_differs, many_forms, mode_differs, other_form
+from autopar.runtime.call_errors import (
+    attribute_differs,
+    autocast_differs,
+    many_forms,
+    mode_differs,
+    other_form,
+    transformed,
+)
 from autopar.runtime.compiled_class import ELSEWHERE, RUNNER, compiled_class, word
 from autopar.runtime.errors import dtype_changed, hooks_not_called, module_replaced, not_compiled
 from autopar.runtime.initialising import mark_elsewhere
+from autopar.runtime.optimizer_errors import nothing_trained_here
 from autopar.runtime.parameters import InitFn, check, place, slots
 from autopar.runtime.partners import Partners
 from autopar.runtime.pipeline import StagedBound
@@ -127,7 +135,10 @@ class Runner:
 
         Raises:
             InputMismatchError: the call differs from what was planned.
+            UsageError: it is inside a transform of torch.func.
         """
+        if is_transformed():
+            raise transformed(type(model).__name__)
         self._check_modes()
         self._check_parts()
         self._check_types(model)
@@ -430,6 +441,8 @@ def compiled(
         before = (rank for block in runner.pipeline.blocks[: runner.pipeline.index] for rank in block)
         runner.held_before = frozenset(name for rank in before for name in told[rank])
         mark_elsewhere(copied, model, told, dropped)
+        if not any(each.requires_grad for each in copied.parameters()):
+            warn(nothing_trained_here(runner.ranks.rank))
     runner.introduce(copied)
     return copied
 

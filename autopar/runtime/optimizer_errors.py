@@ -17,6 +17,15 @@ def optimizer_of_others(kind: str, shapes: Sequence[tuple[int, ...]]) -> UsageEr
     )
 
 
+def nothing_trained_here(rank: int) -> str:
+    """Return the warning about a rank of a pipeline whose stages hold nothing that is trained."""
+    return (
+        f"the pipeline stages of rank {rank} have no parameter that requires a gradient: an optimizer of those that do "
+        "has an empty list there, at which torch raises. Make it of all of model.parameters(), or of a group, which "
+        'may be empty: AdamW([{"params": [p for p in model.parameters() if p.requires_grad]}])'
+    )
+
+
 def optimizer_made_before(kind: str, name: str, replaced: int, count: int) -> UsageError:
     """Return the error for an optimizer of parameters in whose places a compiled model has others."""
     return UsageError(

@@ -1,4 +1,4 @@
-"""Second derivatives of compiled models, which their programs do not compute."""
+"""Derivatives of compiled models that their programs do not compute: second ones, and those of torch.func."""
 
 from __future__ import annotations
 
@@ -92,3 +92,14 @@ def test_on_one_rank_it_is_refused_too():
 
     with pytest.raises(UsageError, match="differentiated again"):
         slope.square().sum().backward()
+
+
+def transformed(_rank: int) -> None:
+    """Take a gradient by torch.func."""
+    mine = autopar.compile(Chain().double(), "cpu:2", example_inputs=(_rows(),), fix={"tp": 2})
+    torch.func.grad(lambda x: mine(x))(_rows())
+
+
+def test_a_transform_of_torch_func_is_refused_on_all_ranks(pool: RankPool):
+    for outcome in pool.run(transformed, timeout_s=30):
+        assert outcome.error.startswith("UsageError: this compiled Chain is called inside a transform of torch.func")

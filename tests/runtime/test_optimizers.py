@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +223,35 @@ def test_an_optimizer_made_before_compiling_trains_stages_that_keep_their_parame
     changed = [int(said.removeprefix("changed ")) for said in pool.values(made_before, STAGES)]
 
     assert sum(changed) == 16
+
+
+def last_layers_alone(_rank: int) -> tuple[list[str], float]:
+    """Return the warnings of compiling a model whose first layers are frozen, and how far it trains from one device."""
+    torch.manual_seed(0)
+    model = Blocks(bias=True).double()
+    model.layers[:2].requires_grad_(False)
+    batch = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        mine = autopar.compile(copy.deepcopy(model), "cpu:2", example_inputs=batch, fix=STAGES)
+    for each in (model, mine):
+        optimizer = optim.AdamW([{"params": [p for p in each.parameters() if p.requires_grad]}], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(*batch).backward()
+            optimizer.step()
+    wanted = dict(model.named_parameters())
+    return [str(each.message) for each in told], max(
+        (whole(p.detach()) - wanted[name].detach()).abs().max().item() for name, p in mine.named_parameters()
+    )
+
+
+def test_a_rank_whose_stages_train_nothing_is_told_what_its_optimizer_needs(pool: RankPool):
+    first, second = pool.values(last_layers_alone)
+
+    assert [each for each in first[0] if "AdamW([{" in each] == [
+        each for each in first[0] if "of rank 0 have no" in each
+    ]
+    assert len([each for each in first[0] if "of rank 0 have no" in each]) == 1
+    assert not [each for each in second[0] if "have no parameter" in each]
+    assert max(first[1], second[1]) < 1e-9
