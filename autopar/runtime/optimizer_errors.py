@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
 
 from autopar.errors import UsageError
 from autopar.runtime.errors import SHOWN, first_line, some
@@ -95,13 +99,25 @@ def optimizer_joins_parameters(kind: str) -> UsageError:
     )
 
 
-def optimizer_fails(kind: str, why: str) -> UsageError:
-    """Return the error for an optimizer that does not work on DTensors."""
+def optimizer_fails(kind: str, error: Exception) -> UsageError:
+    """Return the error for an optimizer that does not work on DTensors; `error` is what it raised."""
+    said = first_line(str(error)) if str(error) else "it mixes plain tensors of its own with DTensors, most likely"
     return UsageError(
-        f"{kind} fails on parameters that are DTensors (tried on small ones): {first_line(why)}\n"
+        f"{kind} fails on parameters that are DTensors (tried on small ones): {type(error).__name__}: {said}\n"
+        f"{_line_of_optimizer(error)}"
         "leave out its settings fused and foreach if you gave them, use another optimizer (AdamW, SGD), or a plan "
         "whose stages have one rank each (--fix pp=RANKS), which hold plain tensors"
     )
+
+
+def _line_of_optimizer(error: Exception) -> str:
+    """Return where an optimizer failed: the innermost line that is not torch's, as a line of text; else nothing."""
+    library = str(Path(torch.__file__).parent)
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(library)]
+    if not frames or frames[-1].filename.startswith(str(Path(__file__).parent)):
+        return ""
+    at = frames[-1]
+    return f"  at {'/'.join(Path(at.filename).parts[-2:])}:{at.lineno}: {(at.line or '').strip()}\n"
 
 
 def optimizer_differs(kind: str, name: str, layout: str) -> UsageError:

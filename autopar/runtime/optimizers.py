@@ -256,7 +256,7 @@ def _try_distributed(remake: Remake, stand_ins: Sequence[_StandIn], runner: Runn
         distributed = remake(parameters, parts(targets), parts(curvatures))
         got = [_whole(each.detach()) for each in parameters]
     except Exception as error:
-        raise optimizer_fails(kind, f"{type(error).__name__}: {error}") from error
+        raise optimizer_fails(kind, error) from error
     for each, one, other in zip(stand_ins, got, want, strict=True):
         if _differs([one], [other], [each], _ROUNDING_OF_PRODUCTS):
             raise optimizer_differs(kind, each.name, ", ".join(map(str, each.layout)))

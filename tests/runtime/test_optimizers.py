@@ -58,6 +58,14 @@ class ClipsByItself(Changed):
             each.grad = each.grad / norm
 
 
+class KeepsPlainTensors(Changed):
+    """Keeps a running mean in a tensor that it makes itself, as Adafactor of transformers does."""
+
+    def change(self, graded: list[Any]) -> None:
+        for each in graded:
+            torch.zeros(each.shape[:1]).to(each.grad).mul_(0.9).add_(each.grad.square().reshape(len(each), -1).mean(-1))
+
+
 class LocalLargest(Changed):
     def change(self, graded: list[Any]) -> None:
         for each in graded:
@@ -92,6 +100,7 @@ MADE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "local": _of(LocalLargest, lr=1e-2),
     "muon": _of(optim.Muon, lr=1e-2),
     "noisy": _of(Noisy, lr=1e-2),
+    "plain": _of(KeepsPlainTensors, lr=1e-2),
     "rprop": _of(optim.Rprop, lr=1e-2),
     "sgd fused": _of(optim.SGD, lr=1e-2, fused=True),
 }
@@ -167,6 +176,13 @@ def test_an_optimizer_that_fails_on_dtensors_is_refused_with_the_way_out(
         assert outcome.kind == UsageError.__name__
         assert "fails on parameters that are DTensors" in outcome.error
         assert "use another optimizer" in outcome.error
+
+
+def test_an_optimizer_that_fails_without_a_word_is_told_of_by_its_own_line(pool: RankPool):
+    for outcome in pool.run(worst_error, "plain", ZERO):
+        assert "AssertionError: it mixes plain tensors of its own with DTensors, most likely" in outcome.error
+        assert "at runtime/test_optimizers.py:" in outcome.error
+        assert "torch.zeros(each.shape[:1]).to(each.grad).mul_(0.9)" in outcome.error
 
 
 def test_an_optimizer_that_works_on_a_ranks_part_is_refused(pool: RankPool):
