@@ -76,6 +76,17 @@ def attribute_differs(name: str, planned: object, now: object) -> InputMismatchE
     )
 
 
+def forward_replaced(kind: str, failed: str) -> UsageError:
+    """Return the error for a compiled model with a forward of its own that does not call the compiled one."""
+    why = f" (it failed: {failed})" if failed else ""
+    return UsageError(
+        f"forward of this compiled {kind} was replaced after autopar.compile, and what stands there runs the model's "
+        f"modules one by one on this rank's parts of the parameters, not the plan{why}. Have it replaced before "
+        "autopar.compile, which captures it then, or leave out what replaces it (of trl, the fused losses: override "
+        "compute_loss to return model(**inputs).loss)"
+    )
+
+
 def transformed(kind: str) -> UsageError:
     """Return the error for a call inside a transform of torch.func."""
     return UsageError(

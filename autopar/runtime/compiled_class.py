@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from autopar._torch import is_dtensor
-from autopar.runtime.errors import compiled_not_pickled, dtype_not_changed, not_resized, not_saved
+from autopar.runtime.call_errors import forward_replaced
+from autopar.runtime.errors import compiled_not_pickled, dtype_not_changed, first_line, not_resized, not_saved
 from autopar.runtime.initialising import apply_whole
 from autopar.runtime.loops import refuse_wrappers, warn_of_sums
 from autopar.runtime.own_states import OwnState, distributed
@@ -43,6 +44,21 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[RUNNER].call(self, args, kwargs)
+
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; tells of a forward put in its place that runs something else than the programs."""
+        if "forward" not in self.__dict__:
+            return kind.__call__(self, *args, **kwargs)
+        before = _runner(self).calls
+        try:
+            made = kind.__call__(self, *args, **kwargs)
+        except Exception as error:
+            if _runner(self).calls == before:
+                raise forward_replaced(kind.__name__, first_line(str(error))) from error
+            raise
+        if _runner(self).calls == before:
+            raise forward_replaced(kind.__name__, "")
+        return made
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """Return a copy with tensors of its own, run by the same programs; all ranks must make it."""
@@ -78,6 +94,7 @@ def compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         raise compiled_not_pickled(kind.__name__)
 
     own: dict[str, Any] = {
+        "__call__": called,
         "forward": torch.compiler.disable(forward, reason=_MADE),  # type: ignore[no-untyped-call]
         "named_parameters": named_parameters,
         "__deepcopy__": deep_copy,

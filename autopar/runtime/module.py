@@ -96,6 +96,8 @@ class Runner:
         self._types: tuple[tuple[ref[nn.Module], tuple[tuple[bool, str, torch.dtype], ...]], ...] = ()
         self._hooks: frozenset[int] = frozenset()
         self._warned = self._told = False
+        self.calls = 0
+        """How often programs were asked for."""
         self._partners: Partners | None = None
         self.decisions = squeeze(decisions)
         self.ranks = ranks
@@ -137,6 +139,7 @@ class Runner:
             InputMismatchError: the call differs from what was planned.
             UsageError: it is inside a transform of torch.func.
         """
+        self.calls += 1
         if is_transformed():
             raise transformed(type(model).__name__)
         self._check_modes()

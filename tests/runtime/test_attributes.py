@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import InputMismatchError
+from autopar.errors import InputMismatchError, UsageError
 from autopar.runtime.module import runner_of
 from tests.support.ranks import RankPool
 from tests.support.training import whole
@@ -158,3 +158,24 @@ def test_settings_of_torchs_own_modules_act():
     torch.testing.assert_close(mine.norm.running_mean, model.norm.running_mean)
     torch.testing.assert_close(mine.norm.running_var, model.norm.running_var)
     torch.testing.assert_close(mine.head.weight.grad, model.head.weight.grad)
+
+
+def test_a_forward_put_in_place_that_runs_no_program_is_refused():
+    mine: Any = autopar.compile(Switched().double(), "cpu:1", example_inputs=(_rows(),))
+    mine.forward = lambda x: mine.side(x).mean()
+
+    with pytest.raises(UsageError, match=r"forward of this compiled Switched was replaced .* not the plan\. Have it"):
+        mine(_rows())
+
+    mine.forward = lambda x: mine.side(x, x)
+    with pytest.raises(UsageError, match=r"not the plan \(it failed: .*takes 2 positional arguments"):
+        mine(_rows())
+
+
+def test_a_forward_put_around_the_compiled_one_is_welcome():
+    model = Switched().double()
+    mine: Any = autopar.compile(copy.deepcopy(model), "cpu:1", example_inputs=(_rows(),))
+    own = mine.forward
+    mine.forward = lambda x: 2 * own(x)
+
+    torch.testing.assert_close(mine(_rows()), 2 * model(_rows()))
