@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.errors import InputMismatchError, RanksDisagreeError, UsageError
 from autopar.ir.reads import ABSENT
 from autopar.runtime.backend_words import plainly
-from autopar.runtime.errors import first_line
+from autopar.runtime.errors import first_line, some
 
 
 def input_on_meta(path: str) -> InputMismatchError:
@@ -119,6 +121,16 @@ def other_batches(rank: int, differs: str, count: int, *, parts: bool) -> RanksD
         "autopar.input_part(model)"
     )
     return RanksDisagreeError(f"{shown}: rank {rank} has {differs}\n{alike}")
+
+
+def waits_alone(rank: int, forms: Sequence[str], after_s: float) -> str:
+    """Return the warning of a rank that has met a form of call which is new to it, while no other rank has."""
+    return (
+        f"rank {rank} has waited {after_s:.0f} s for the other ranks with a form of call that is new to it "
+        f"({some(forms)}): where they bring other tensors they run another program by now, and all wait until the "
+        "process group's timeout. Every rank is to pass the same, whole batch, with inputs='local' parts of the same "
+        "shapes (pad them to one length, take drop_last=True)"
+    )
 
 
 def not_compared(cause: str) -> RanksDisagreeError:

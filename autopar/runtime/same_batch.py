@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,15 @@ import torch
 from torch import nn
 
 from autopar._torch import is_dtensor, pytree
-from autopar.runtime.call_errors import not_compared, other_batches
+from autopar.runtime.call_errors import not_compared, other_batches, waits_alone
 from autopar.runtime.ranks import Ranks
+from autopar.warning import warn
 
 _LOOKED_AT = 1024
 """Elements of each tensor that are compared, evenly spaced."""
+
+_PATIENCE_S = 15.0
+"""Seconds after which a rank that waits for the others with a form that is new to it says so."""
 
 _ROUNDING = 1e-2
 """Relative difference by which numbers that ranks compute by themselves, of frozen models say, may differ."""
@@ -57,8 +62,16 @@ class SameBatch:
         Raises:
             RanksDisagreeError: ranks bring different batches; on all ranks, or others never come.
         """
-        if not self._compared:
+        if self._compared:
+            return
+        forms = [f"{name} {_word(form)}" for name, form, _ in seen(_named(model, args), kwargs, numbers=False)]
+        told = threading.Timer(_PATIENCE_S, warn, [waits_alone(self._ranks.rank, forms, _PATIENCE_S)])
+        told.daemon = True
+        told.start()
+        try:
             self._compare(model, args, kwargs)
+        finally:
+            told.cancel()
 
     def _compare(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._ranks.world_size == 1:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import time
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.runtime import same_batch
 from autopar.runtime.same_batch import difference, seen
 from tests.support.ranks import RankPool
 
@@ -112,3 +116,25 @@ def test_large_tensors_are_compared_in_some_places():
 
     assert numbers is not None
     assert 512 <= numbers.numel() <= 1024
+
+
+def waiting(rank: int) -> list[str]:
+    """Return the warnings of a third call of a new form, to which the second rank comes late."""
+    mine = autopar.compile(Net(), "cpu:2", example_inputs=_batch(0), fix={"tp": 2})
+    for step in range(2):
+        mine(*_batch(step))
+    x, y = _batch(2)
+    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(same_batch, "_PATIENCE_S", 0.1)
+        time.sleep(rank)
+        mine(x[:4], y[:4])
+    return [str(each.message) for each in told]
+
+
+def test_a_rank_that_waits_with_a_form_of_its_own_says_which(pool: RankPool):
+    first, second = pool.values(waiting)
+
+    text = r"rank 0 has waited 0 s for the other ranks with a form .* \(x float32\[4, 4\], y float32\[4, 4\]\)"
+    assert len([each for each in first if re.match(text, each)]) == 1
+    assert not [each for each in second if "has waited" in each]
