@@ -17,13 +17,14 @@ from autopar.api.turns import AT_MOST
 from autopar.api.wishes import Wishes
 from autopar.api.works import Works
 from autopar.costs.links import Message
-from autopar.costs.rough import Rough
+from autopar.costs.rough import Rough, Shape, Taken, evenly
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
-from autopar.ir.roles import of_parameters
+from autopar.ir.roles import gradient_like, of_parameters, parameter_like, passes
 from autopar.search.ilp import Ilp, Limits
 from autopar.search.recomputing import share_of_seconds
 from autopar.search.trials import Recompute, Trial, settled
+from autopar.strategies.experts import experts
 from cost_models.errors import CostModelError
 
 _SAMPLED = 2
@@ -47,7 +48,7 @@ class Estimates:
     no_price: dict[int, str] = field(init=False, default_factory=dict)
     """Why nothing has a price on as many ranks along which tensors are split."""
 
-    _work_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
+    _taken: dict[tuple[Recompute, int, int], Taken] = field(init=False, default_factory=dict)
     """By recomputation, ranks along which tensors are split, and samples of a micro-batch."""
 
     _least_s: dict[tuple[Recompute, int, int], float] = field(init=False, default_factory=dict)
@@ -125,13 +126,13 @@ class Estimates:
 
     def _relaxed_s(
         self, trial: Trial, left_s: float, without: Callable[[Graph], frozenset[str]] | None = None
-    ) -> tuple[float, float]:
-        """Return that bound without what some operators take, and the least that these take."""
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return that bound without what some operators take, and the least that each of these takes."""
         try:
             _, pricing = self.solving.price(trial, self.wishes, without)
         except (CostModelError, InfeasibleError) as error:
             self.no_price.setdefault(shape_of(trial).width, str(error))
-            return inf, 0.0
+            return inf, {}
         limits = Limits(inf, max(left_s, 0.1), seed=self.solving.options.seed)
         return Ilp(pricing.table).relaxed(limits).free_s, pricing.without_s
 
@@ -151,7 +152,8 @@ class Estimates:
 
     def work_s(self, trial: Trial) -> float:
         """Return about what a trial's work takes, nothing recomputed, collectives of its samples' ranks included."""
-        return self._sample_s(trial, self._work_s) * (self.solving.program.batch_size / trial.replicas)
+        known_s = {key: sum(taken) for key, taken in self._taken.items()}
+        return self._sample_s(trial, known_s) * (self.solving.program.batch_size / trial.replicas)
 
     def _is_unknown(self, trial: Trial) -> bool:
         """Return whether what was looked at bounds nothing of a trial: its samples may cost less than those did.
@@ -186,29 +188,25 @@ class Estimates:
     def _settled_s(self, trial: Trial, *, fits: bool) -> float:
         shape, size = shape_of(trial), self._size(trial)
         budget = self.solving.mean_budget(trial.depth)
-        known = self._sizes[shape.width]
-        below = max(each for each in known if each <= size)
-        above = min(each for each in known if each >= size)
-        low, high = (self._microbatch_s("none", shape.width, each) for each in (below, above))
-        share = (size - below) / (above - below) if above > below else 0.0
         # Devices that are faster than the slowest take a larger share of the work.
-        once = (low + share * (high - low)) * (shape.depth / self.solving.pace(shape.depth))
-        once *= share_of_tokens(self.solving.program, *alone(trial))
+        tokens = share_of_tokens(self.solving.program, *alone(trial))
+        once = self._microbatch("none", shape, size).times(Taken(tokens, 1.0, 1.0, tokens))
+        once = once.times(evenly(shape.depth / self.solving.pace(shape.depth)))
         if trial.recompute == "none":
             return self._run_s(trial, self.solving.rough("none", self.wishes), once)
-        more = self._more(trial.recompute, shape.width, known[-1], fits=fits)
+        more = self._more(trial.recompute, shape, fits=fits)
         rough = self.solving.rough(trial.recompute, self.wishes)
-        found = self._run_s(trial, rough, once * more)
+        found = self._run_s(trial, rough, once.times(more))
         if not self.mixes or found == inf:
             return found
         share = self.solving.rough("none", self.wishes).share_over(shape, rough, budget)
-        ways = self.works.ways(known[-1], shape.width)
-        once *= 1.0 + (share if ways is None else share_of_seconds(ways, share)) * (more - 1.0)
-        mixed = self._run_s(trial, rough, once)
+        ways = self.works.ways(self._sizes[shape.width][-1], shape.width)
+        share = share if ways is None else share_of_seconds(ways, share)
+        mixed = self._run_s(trial, rough, once.towards(once.times(more), share))
         self._mixed[trial] = found / mixed if mixed else 1.0
         return mixed
 
-    def _run_s(self, trial: Trial, rough: Rough, microbatch_s: float) -> float:
+    def _run_s(self, trial: Trial, rough: Rough, microbatch: Taken) -> float:
         """Return what a step takes by the fastest schedule, given a micro-batch through all stages on one replica.
 
         With messages between stages: all over the slowest of the links, or one way. That is as fast as schedules can
@@ -216,10 +214,10 @@ class Estimates:
         """
         shape, budget = shape_of(trial), self.solving.mean_budget(trial.depth)
         if trial.depth == 1:
-            return rough.estimates_s(shape, microbatch_s, budget)[0]
+            return rough.estimates_s(shape, microbatch, budget)[0]
         ways = ways_to_run(trial, self.wishes, rough.blocks)
         runs = [run_of(wanted, trial.microbatches) for wanted in ways]
-        steps = rough.estimates_s(shape, microbatch_s, budget, runs)
+        steps = rough.estimates_s(shape, microbatch, budget, runs)
         sizes = tuple(axis.size for axis in trial.ranks)
         sent = self.works.floors.crossing_bytes / (shape.microbatches * shape.replicas * shape.width)
         handing = least_handing(self.solving.equal, trial.depth, sizes, sent)
@@ -231,27 +229,50 @@ class Estimates:
         self._fastest[trial] = ways[found.index(best_s)]
         return best_s
 
-    def _more(self, recompute: Recompute, width: int, size: int, *, fits: bool) -> float:
+    def _more(self, recompute: Recompute, shape: Shape, *, fits: bool) -> Taken:
         """Return how many times as long a micro-batch takes with recomputation, at the largest size if it is needed."""
         if fits:  # likely nothing comes of it, and work tells enough
-            return self.solving.rough(recompute, self.wishes).work / self.solving.rough("none", self.wishes).work
-        less = self._microbatch_s("none", width, size)
-        return self._microbatch_s(recompute, width, size) / less if 0 < less < inf else 1.0
+            rough, plain = (self.solving.rough(way, self.wishes) for way in (recompute, "none"))
+            return evenly(rough.work / plain.work)
+        size = self._sizes[shape.width][-1]
+        less = self._microbatch("none", shape, size)
+        return self._microbatch(recompute, shape, size).over(less) if sum(less) < inf else evenly(1.0)
 
-    def _microbatch_s(self, recompute: Recompute, width: int, size: int) -> float:
+    def _microbatch(self, recompute: Recompute, shape: Shape, size: int) -> Taken:
+        """Return what a micro-batch of a size takes, of sizes that are not computed what lies between those that are.
+
+        Ranks that split experts read their own for the tokens of as many times the samples.
+        """
+        theirs = self._between(recompute, shape.width, size * shape.experts).experts_s / shape.experts
+        return self._between(recompute, shape.width, size)._replace(experts_s=theirs)
+
+    def _between(self, recompute: Recompute, width: int, size: int) -> Taken:
+        known = self._sizes[width]
+        if recompute != "none" and size > known[-1]:
+            # Of programs that are recomputed one size is computed.
+            return self._computed(recompute, width, known[-1]).times(evenly(size / known[-1]))
+        below = max((each for each in known if each <= size), default=known[0])
+        above = min((each for each in known if each >= size), default=known[-1])
+        if size > known[-1] and len(known) > 1:
+            below, above = known[-2:]
+        low, high = (self._computed(recompute, width, each) for each in (below, above))
+        return low.towards(high, (size - below) / (above - below)) if above > below else low.times(evenly(size / above))
+
+    def _computed(self, recompute: Recompute, width: int, size: int) -> Taken:
         """Return the seconds of a micro-batch through all stages on tensor-parallel ranks alone; memory is no limit."""
         key = (recompute, width, size)
-        if key not in self._work_s:
-            known = [each for each, found in self._work_s.items() if found < inf]
+        if key not in self._taken:
+            known = [each for each, found in self._taken.items() if sum(found) < inf]
             if known and self.left_s() < self._kept_s:
-                return self._scaled_s(key, known)
+                return self._scaled(key, known)
             trial = tensor_parallel(self.solving.program.batch_size, size, width, recompute)
             least_s, shared_s = self._relaxed_s(trial, AT_MOST * self.left_s(), of_parameters)
             self._least_s[key] = least_s / trial.microbatches
-            self._work_s[key] = (least_s + shared_s) / trial.microbatches
-        return self._work_s[key]
+            taken = _taken(self.solving.graph(recompute, self.wishes), least_s, shared_s)
+            self._taken[key] = taken.times(evenly(1.0 / trial.microbatches))
+        return self._taken[key]
 
-    def _scaled_s(self, wanted: tuple[Recompute, int, int], known: Sequence[tuple[Recompute, int, int]]) -> float:
+    def _scaled(self, wanted: tuple[Recompute, int, int], known: Sequence[tuple[Recompute, int, int]]) -> Taken:
         """Return the same from the nearest width and size that were computed.
 
         Work is shared evenly; what was beyond it was collectives, which take as many times as long as the links say.
@@ -261,10 +282,13 @@ class Estimates:
         works = [self.solving.rough(way, self.wishes).work for way in (recompute, near[0])]
         whole = [key for key in known if key[0] == near[0] and key[1] == 1]
         alone = min(whole, key=lambda key: abs(log(key[2] / near[2])), default=None)
-        found_s = self._work_s[near]
-        work_s = found_s if alone is None else min(found_s, self._work_s[alone] * near[2] / (alone[2] * near[1]))
-        waits_s = (found_s - work_s) * self._slower(width, near[1], size) if found_s > work_s else 0.0
-        return (works[0] / works[1]) * (size / near[2]) * (work_s * near[1] / width + waits_s)
+        found, more = self._taken[near], (works[0] / works[1]) * near[1] / width
+        own_s = found.own_s
+        if alone is not None:
+            own_s = min(own_s, self._taken[alone].own_s * near[2] / (alone[2] * near[1]))
+        waits_s = (found.own_s - own_s) * self._slower(width, near[1], size) if found.own_s > own_s else 0.0
+        scaled = found._replace(own_s=own_s + waits_s * width / near[1])
+        return scaled.times(Taken(more * size / near[2], more, more, more * size / near[2]))
 
     def _slower(self, width: int, than: int, size: int) -> float:
         """Return how many times as long a value between blocks takes to be reduced over ranks as over fewer or more."""
@@ -274,6 +298,22 @@ class Estimates:
             self.solving.links(tensor_parallel(batch, batch, ranks)).message_s(reduced) for ranks in (width, than)
         )
         return here_s / there_s if there_s else 1.0
+
+
+def _taken(graph: Graph, own_s: float, shared_s: Mapping[str, float]) -> Taken:
+    """Return what a program takes, given what each operator does that ranks which split the batch need not repeat."""
+    starts, ends, theirs = parameter_like(graph), gradient_like(graph), experts(graph)
+    casts_s = sums_s = experts_s = 0.0
+    for name, taken_s in shared_s.items():
+        if name in starts:
+            casts_s += taken_s
+        elif name in ends and passes(graph.by_name[name]):
+            sums_s += taken_s
+        elif name in theirs.gradients or name in theirs.products:
+            experts_s += taken_s
+        else:
+            own_s += taken_s
+    return Taken(own_s, casts_s, sums_s, experts_s)
 
 
 def _spread(sizes: Sequence[int], most: int) -> list[int]:

@@ -51,14 +51,15 @@ def on_ranks(batch: int, size: int, ranks: Candidate, recompute: Recompute = "no
 def varied(trials: Sequence[Trial]) -> list[Trial]:
     """Return sorted trials such that the best few of every kind come before the others of any.
 
-    Trials of a kind - as many ranks to a sample, as much recomputed - are estimated wrong in the same way, and
-    differ by little.
+    Trials of a kind - as many ranks to a sample, as much recomputed, all with stages or without - are estimated wrong
+    in the same way, and differ by little.
     """
-    seen: Counter[tuple[Alone, Recompute]] = Counter()
+    seen: Counter[tuple[Alone, Recompute, bool]] = Counter()
     turns: list[int] = []
     for trial in trials:
-        turns.append(seen[kind_of(trial)] // _ALIKE)
-        seen[kind_of(trial)] += 1
+        kind = (*kind_of(trial), trial.depth > 1)
+        turns.append(seen[kind] // _ALIKE)
+        seen[kind] += 1
     return [trials[place] for place in sorted(range(len(trials)), key=lambda each: (turns[each], each))]
 
 

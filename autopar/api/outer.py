@@ -9,6 +9,7 @@ fast the machine is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -19,7 +20,7 @@ from autopar.api.pipelining import Pipelined, Wanted
 from autopar.api.proving import prove, prove_lighter, raise_bounds
 from autopar.api.solving import Solved, Waiting, interrupted, left_out, ruled_out
 from autopar.api.standing import Standing
-from autopar.api.turns import AT_MOST, LATE, Turn, alternating, next_turn
+from autopar.api.turns import AT_MOST, LATE, Turn, alternating, is_staged, next_turn
 from autopar.progress import Progress
 from autopar.search.ilp import Solution
 from autopar.search.trials import Recompute, Trial, near_sizes
@@ -41,6 +42,8 @@ class Outer:
     standing: Standing
     progress: Progress
     interrupted: bool = field(init=False, default=False)
+    _failed: Counter[bool] = field(init=False, default_factory=Counter)
+    """How many trials with stages, and without, turned out not to fit."""
 
     def run(self, whole: Sequence[Trial], others: Sequence[Trial]) -> None:
         """Fill `solved`: the whole program's trials first."""
@@ -140,10 +143,12 @@ class Outer:
                     late=self.standing.best is None
                     and self.standing.left_to_try_s < LATE * self.standing.solving.options.time_limit,
                     planned=self.standing.best is not None,
+                    failed=self._failed,
                 )
                 _, place, one = turn
                 if isinstance(one, Waiting):
                     solutions += self._solve(one, most - solutions, len(heap), len(trials), doubting=doubting)
+                    self._failed[is_staged(turn)] += self.standing.best is None
                 elif one in self.standing.likely and (
                     self.standing.left_to_try_s <= 0
                     or self.standing.is_hopeless(one, doubting=doubting)
@@ -157,6 +162,8 @@ class Outer:
                     self.progress.update(done=relaxed, total=len(trials))
                     if found is not None:
                         heap.append((found.bound_s, place, found))
+                    else:
+                        self._failed[is_staged(turn)] += 1
                 heap.remove(turn)
         except KeyboardInterrupt:
             known = {one.trial for one in self.standing.solved}

@@ -54,18 +54,31 @@ def alternating(trials: Sequence[Trial]) -> list[Trial]:
     return [each for pair in zip_longest(*apart) for each in pair if each is not None]
 
 
-def next_turn(turns: Sequence[Turn], *, late: bool, planned: bool = True) -> Turn:
+def next_turn(
+    turns: Sequence[Turn], *, late: bool, planned: bool = True, failed: Mapping[bool, int] | None = None
+) -> Turn:
     """Return the least by estimate or bound; when it is `late`, of those that are relaxed already, if any are.
 
     Of deep programs on many axes a few relaxations take all the time, and bounds without a plan are of use to nobody.
     Nor are they before anything is `planned`: free axes take many times as long to solve as those with a role, and
     nothing is left of the time for others. What waits to be solved without free axes goes ahead of what has some.
+    `failed`: how many trials, with stages and without, did not fit so far; till something is planned those of which
+    fewer did come first. What estimates of one of the two think too little of, the next of it is likely short of.
     """
-    ready = [turn for turn in turns if isinstance(turn[2], Waiting)] if late else []
-    found = min(ready or turns, key=lambda turn: turn[:2])
+    waiting = [turn for turn in turns if isinstance(turn[2], Waiting)] if late else []
+    waiting = waiting or list(turns)
+    if failed and not planned:
+        fewest = min(failed.get(is_staged(turn), 0) for turn in waiting)
+        waiting = [turn for turn in waiting if failed.get(is_staged(turn), 0) == fewest]
+    found = min(waiting, key=lambda turn: turn[:2])
     if planned or not _is_free(found):
         return found
     return min((turn for turn in turns if _is_quick(turn)), key=lambda turn: turn[:2], default=found)
+
+
+def is_staged(turn: Turn) -> bool:
+    """Return whether a trial has stages."""
+    return (turn[2].trial if isinstance(turn[2], Waiting) else turn[2]).depth > 1
 
 
 def _is_free(turn: Turn) -> bool:

@@ -25,6 +25,9 @@ class Works:
     _known: dict[tuple[int, Candidate, str], Work | None] = field(init=False, default_factory=dict)
     """By samples of a micro-batch, the ranks that do it, and the cluster that they are on, if told."""
 
+    _ways: dict[tuple[int, int], Ways | None] = field(init=False, default_factory=dict)
+    """By samples of a micro-batch, and ranks along which tensors are split."""
+
     @cached_property
     def floors(self) -> Floors:
         """Return the blocks between which the program may be cut."""
@@ -48,5 +51,9 @@ class Works:
 
     def ways(self, size: int, width: int) -> Ways | None:
         """Return what ways of recomputing each block take at least, and keep of all samples, whole; `None` as above."""
-        work = self.of(size, (MeshAxis("tp", width),) if width > 1 else ())
-        return None if work is None else Ways(work.shared_by(1).again_s, self.floors.saved_bytes)
+        key = size, width
+        if key not in self._ways:
+            work = self.of(size, (MeshAxis("tp", width),) if width > 1 else ())
+            again = None if work is None else work.shared_by(1).again_s
+            self._ways[key] = None if again is None else Ways(again, self.floors.saved_bytes)
+        return self._ways[key]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from autopar.costs.segments import weight
 from autopar.ir.graph import Graph
 from autopar.ir.roles import CASTS, parameter_like
 from autopar.ir.stages import units
+from autopar.ir.table import Floats
 from cost_models.cluster import ClusterSpec
 
 
@@ -50,6 +52,39 @@ class Run:
 
     rounds: int = 1
     """How often a micro-batch passes all ranks."""
+
+
+class Taken(NamedTuple):
+    """Seconds of a micro-batch through all stages; of what is done to parameters, as if nobody had a part of them."""
+
+    own_s: float
+    """What each rank does for its own samples, with their experts' gradients: no other can."""
+
+    casts_s: float = 0.0
+    """Casts of parameters, which ranks that shard these do each of its shards."""
+
+    sums_s: float = 0.0
+    """Casts and sums of gradients, which they do so too where these are scattered as they come."""
+
+    experts_s: float = 0.0
+    """Products of tokens with the experts that they were sent to, which make these parameters' gradients."""
+
+    def times(self, each: Taken) -> Taken:
+        """Return each part so many times as long."""
+        return Taken(*(mine * factor for mine, factor in zip(self, each, strict=True)))
+
+    def over(self, other: Taken) -> Taken:
+        """Return how many times as long as of another each part is; 1 where that has none."""
+        return Taken(*(mine / theirs if theirs else 1.0 for mine, theirs in zip(self, other, strict=True)))
+
+    def towards(self, other: Taken, share: float) -> Taken:
+        """Return what lies so far on the way to another, or beyond it."""
+        return Taken(*(mine + share * (theirs - mine) for mine, theirs in zip(self, other, strict=True)))
+
+
+def evenly(factor: float) -> Taken:
+    """Return all parts so many times as long, for `Taken.times`."""
+    return Taken(factor, factor, factor, factor)
 
 
 @dataclass(frozen=True)
@@ -108,10 +143,10 @@ class Rough:
             1.0, self._parameter_bytes
         )
 
-    def _whole(self, nbytes: float, shape: Shape) -> float:
-        """Return what a rank has of parameters that are not sharded: of experts, its own."""
+    def _whole(self, amount: float, shape: Shape) -> float:
+        """Return what a rank has, or does, of all parameters, where these are not sharded: of experts, its own."""
         theirs = self._share_of_experts
-        return nbytes * (1.0 - theirs + theirs / shape.experts)
+        return amount * (1.0 - theirs + theirs / shape.experts)
 
     @cached_property
     def _gradient_bytes(self) -> float:
@@ -167,6 +202,18 @@ class Rough:
     @cached_property
     def _passing_bytes(self) -> float:
         """Return what is alive at most beyond what forward saves, of all samples: logits and their gradient, say."""
+        return max(0.0, float(self._alive_bytes.max()) - self._saved_bytes)
+
+    @cached_property
+    def _working_bytes(self) -> float:
+        """Return the same of all blocks but the last, which has the logits."""
+        *most, last = units(self.graph)
+        at = [self.graph.position[name] for unit in most or [last] for name in unit.ops]
+        return max(0.0, float(self._alive_bytes[at].max(initial=0.0)) - self._saved_bytes)
+
+    @cached_property
+    def _alive_bytes(self) -> Floats:
+        """Return what is alive at each operator, of all samples."""
         graph, casts, returned = self.graph, parameter_like(self.graph), gradients_of(self.graph)
         steps = np.zeros(len(graph.ops) + 2)
         for life in lives(graph):
@@ -175,7 +222,7 @@ class Rough:
             if meta is not None and passes and (life.op, life.index) not in returned:
                 steps[life.first] += meta.nbytes
                 steps[life.last + 1] -= meta.nbytes
-        return max(0.0, float(np.cumsum(steps).max()) - self._saved_bytes)
+        return np.asarray(np.cumsum(steps), dtype=np.float64)
 
     @cached_property
     def _saved(self) -> frozenset[tuple[str, int]]:
@@ -203,15 +250,31 @@ class Rough:
         graph = self.graph
         return tuple(sum(weight(graph, graph.by_name[name]) for name in unit.ops) for unit in units(graph))
 
+    @cached_property
+    def _largest_bytes(self) -> tuple[float, float]:
+        """Return the bytes of the largest parameter, of experts and of all others, as it is gathered."""
+        made = {op.target: op.outputs[0] for op in self.graph.ops if op.kind == "parameter"}
+        sizes = {name: meta.nbytes for name, meta in made.items() if meta is not None}
+        theirs, others = (
+            max((size for name, size in sizes.items() if (name in self.of_experts) == of_experts), default=0)
+            for of_experts in (True, False)
+        )
+        smaller = self._gathered_bytes / max(1.0, self._parameter_bytes)
+        return theirs * smaller, others * smaller
+
     def busiest_share(self, depth: int) -> float:
         """Return which share of the work the busiest of `depth` stages has at least: 60 of 96 layers, two of them."""
         return busiest_share(self._unit_works, depth)
 
     def least_bytes(self, shape: Shape, sharding: Sharding = EARLY, run: Run = _PLAIN) -> float:
         """Return about what the first or last pipeline rank holds if all that can be split is, in even stages."""
+        parts = shape.microbatches * shape.replicas * shape.width
+        theirs, others = self._largest_bytes
+        # A parameter is whole while something is computed with it, of experts that of one's own.
+        whole = max(theirs / shape.experts, others) / shape.width if sharding.parameters else 0.0
         first = self._held(shape, min(shape.depth + run.ahead, shape.microbatches), sharding)
-        passing = self._passing_bytes / (shape.microbatches * shape.replicas * shape.width)
-        return max(first, self._held(shape, 1, sharding) + passing)
+        last = self._held(shape, 1, sharding)
+        return whole + max(first + self._working_bytes / parts, last + self._passing_bytes / parts)
 
     def mean_bytes(self, shape: Shape) -> float:
         """Return what the average rank of a pipeline holds at least, whatever the layouts and the cut."""
@@ -241,7 +304,7 @@ class Rough:
         return min(1.0, max(0.0, held - budget_bytes) / max(held - thrifty, 1.0))
 
     def estimates_s(
-        self, shape: Shape, microbatch_s: float, budget_bytes: float, runs: Sequence[Run] = (_PLAIN,)
+        self, shape: Shape, microbatch: Taken, budget_bytes: float, runs: Sequence[Run] = (_PLAIN,)
     ) -> list[float]:
         """Return about how long a step takes in each run, given a micro-batch through all stages on one replica.
 
@@ -249,14 +312,22 @@ class Rough:
         """
         if self.least_bytes(shape) > budget_bytes:
             return [inf] * len(runs)
-        microbatch_s += self._exchanges_s(shape)
-        found = [inf] * len(runs)
+        exchanges_s, found = self._exchanges_s(shape), [inf] * len(runs)
         for sharding in _SHARDINGS:
             fits = [self.least_bytes(shape, sharding, run) <= budget_bytes for run in runs]
             if any(fits):
-                each = self._steps_s(shape, microbatch_s, sharding, runs)
+                each = self._steps_s(shape, exchanges_s + self._spent_s(shape, microbatch, sharding), sharding, runs)
                 found = [min(known, s) if fit else known for known, s, fit in zip(found, each, fits, strict=True)]
         return found
+
+    def _spent_s(self, shape: Shape, microbatch: Taken, sharding: Sharding) -> float:
+        """Return what a micro-batch takes on a rank that shares parameters and gradients with others."""
+        shared = sharding.gradients or (sharding.state and shape.microbatches == 1)
+        casts_s, sums_s = (
+            taken / shape.shards if apart else self._whole(taken, shape)
+            for taken, apart in ((microbatch.casts_s, sharding.state), (microbatch.sums_s, shared))
+        )
+        return microbatch.own_s + microbatch.experts_s + casts_s + sums_s
 
     def _steps_s(self, shape: Shape, microbatch_s: float, sharding: Sharding, runs: Sequence[Run]) -> list[float]:
         # Sums over micro-batches are reduced when all are there; gradients of each, or of the only one, as they come.

@@ -52,8 +52,8 @@ class Pricing:
     holdings: Holdings
     """What the table's memory is computed from."""
 
-    without_s: float = 0.0
-    """Seconds that operators which are not in the table take at least."""
+    without_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that operators which are not in the table take at least, all that they stand for together."""
 
     def staged(self, split: Split) -> Pricing:
         """Return the same with the memory of pipeline ranks under an assumed cut, in place of the whole program's."""
@@ -87,7 +87,7 @@ class Builder:
     sinks: dict[str, int] = field(init=False, default_factory=dict)
     sink_layouts: dict[str, list[Layout]] = field(init=False, default_factory=dict)
     _seconds: dict[tuple[object, ...], Floats] = field(init=False, default_factory=dict)
-    _without_s: float = field(init=False, default=0.0)
+    _without_s: dict[str, float] = field(init=False, default_factory=dict)
 
     def build(self) -> Pricing:
         """Return the priced table."""
@@ -173,7 +173,7 @@ class Builder:
             metas = tuple(self.graph.meta(ref) for ref in op.refs)
             once = self._op_seconds(op, metas, strategies)
             if member in self.without:
-                self._without_s += float(once.min()) * self._microbatches * len(instances[member])
+                self._without_s[member] = float(once.min()) * self._microbatches * len(instances[member])
             else:
                 total += np.outer(once, self._microbatches * self.segments.counts(instances[member]))
             if op.kind == "parameter" and op.requires_grad:

@@ -113,7 +113,7 @@ def gradient_like(graph: Graph) -> frozenset[str]:
         users = graph.users[op.name]
         if op.phase != "backward" or (not kinds and not users) or kinds - {"gradient"}:
             continue
-        if all(user in found and _passes(graph.by_name[user]) for user in users):
+        if all(user in found and passes(graph.by_name[user]) for user in users):
             found.add(op.name)
     return frozenset(found)
 
@@ -129,7 +129,7 @@ def of_parameters(graph: Graph) -> frozenset[str]:
 
     def is_shared(op: Op) -> bool:
         several = any(meta is not None and len(meta.shape) > 2 for meta in op.outputs)
-        return op.name in starts or (op.name in ends and (several or _passes(op))) or outweighs(graph, op)
+        return op.name in starts or (op.name in ends and (several or passes(op))) or outweighs(graph, op)
 
     return frozenset(op.name for op in graph.ops if op.kind == "call" and is_shared(op))
 
@@ -154,7 +154,7 @@ def gradient_values(graph: Graph) -> frozenset[Ref]:
     read: set[Ref] = {o.ref for o in graph.outputs if o.ref is not None}
     for op in graph.ops:
         read.update(op.refs)
-        if op.name not in ends or not _passes(op):
+        if op.name not in ends or not passes(op):
             elsewhere.update(op.refs)
     return frozenset(ref for ref in read - elsewhere if graph.by_name[ref.op].phase == "backward")
 
@@ -176,5 +176,6 @@ def last_steps(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-def _passes(op: Op) -> bool:
+def passes(op: Op) -> bool:
+    """Return whether an operator gives what it reads as it is, in another shape or type, or summed."""
     return is_view(op) or op.target in CASTS or op.target in _SUMS

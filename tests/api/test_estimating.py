@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 import torch
 
+from autopar.api import program_of
 from autopar.api.estimating import Estimates
 from autopar.api.planning import Planner, Program
 from autopar.api.schedules import ways_to_run
@@ -15,6 +17,7 @@ from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
 from autopar.api.works import Works
 from autopar.capture import Captured
+from autopar.costs.rough import Shape
 from autopar.ir.plan import Estimates as PlanEstimates
 from autopar.models.zoo import ZOO
 from autopar.models.zoo.gpt import GptSettings
@@ -48,6 +51,7 @@ TOKENS = remembered(LLAMA.model(), LLAMA.inputs(4, 64))
 EIGHT_BLOCKS = remembered(Deep((4096,) * 8), (torch.empty(1 << 16, 128),))
 MIXTURE = ZOO["mixtral-tiny"]
 EXPERTS = remembered(MIXTURE.model(), MIXTURE.inputs(16, 64))
+WIDE_MIXTURE = replace(MIXTURE, hidden=1024, intermediate=4096, experts=16)
 
 
 def estimates(program: Captured = CAPTURED, spec: ClusterSpec | None = None, *, mixes: bool = False) -> Estimates:
@@ -167,6 +171,31 @@ def test_estimates_know_that_experts_gradients_stay_with_their_ranks_and_that_to
 
     solved = {trial: step_s(found, trial) for trial in likely}
     assert all(0.6 < likely[trial] / solved[trial] < 1.6 for trial in likely)
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 8}, {"dp_shard": 2, "ep": 4}, {"ep": 8}], ids=str)
+def test_estimates_know_that_ranks_cast_their_shards_and_multiply_with_their_own_experts(axes: dict[Role, int]):
+    """Counted whole for each rank, casts and experts' weights are a third of a step that does neither."""
+    with torch.device("meta"):
+        model = WIDE_MIXTURE.model()
+    graph = program_of(model, None, WIDE_MIXTURE.inputs(64, 64), "bf16")
+    options = PlanOptions.parse(memory_margin=0.0, gap=0.0, precision="bf16")
+    solving = Solving(graph, ClusterSpec.parse("h100-sxm-80gb:8"), options)
+    found = Estimates(Works(solving, read_wishes(options)), False, lambda: 60.0)
+    trial = Trial((MeshAxis("microbatch", 4), *(MeshAxis(role, size) for role, size in axes.items())))
+
+    assert 0.8 < found.of([trial], fits=True)[trial] / step_s(found, trial) < 1.25
+
+
+def test_the_largest_parameter_is_whole_while_something_is_computed_with_it():
+    """On ranks that split experts that of one's own: a mesh with more of these has room where another has not."""
+    solving = Solving(EXPERTS.graph, cluster(), PlanOptions.parse())
+    rough = solving.rough("full", read_wishes(solving.options))
+    largest = max(meta.nbytes for op in EXPERTS.graph.ops if op.kind == "parameter" and (meta := op.outputs[0]))
+    together, split = (Shape(1, 1, 16, 16, 1, experts) for experts in (1, 8))
+
+    assert rough.least_bytes(together) > largest
+    assert rough.least_bytes(together) - rough.least_bytes(split) == pytest.approx(largest * 7 / 8)
 
 
 def test_tokens_that_experts_are_sent_are_counted_once_a_layer():

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from autopar.api.kinds import varied
 from autopar.api.solving import Waiting
 from autopar.api.turns import Turn, alternating, next_turn, off_by, turn_s
 from autopar.search.meshes import MeshAxis, Role
@@ -93,3 +94,21 @@ def test_trials_that_are_not_relaxed_keep_their_turn():
     unknown: Turn = (0.5, 2, Trial((MeshAxis("dp_shard", 4),)))
 
     assert next_turn([FREE, SETTLED, unknown], late=False, planned=False) == unknown
+
+
+def test_until_there_is_a_plan_what_fits_less_often_waits_for_the_others():
+    """Pipelines whose memory estimates thought too little of took all the time, one after the other."""
+    staged: Turn = (1.0, 0, _sharded(2, depth=4))
+    whole: Turn = (1.1, 1, _sharded(8))
+
+    assert next_turn([staged, whole], late=False, planned=False, failed={}) == staged
+    assert next_turn([staged, whole], late=False, planned=False, failed={True: 1}) == whole
+    assert next_turn([staged, whole], late=False, planned=False, failed={True: 1, False: 1}) == staged
+    assert next_turn([staged, whole], late=False, planned=True, failed={True: 1}) == staged
+    assert next_turn([staged], late=False, planned=False, failed={True: 1}) == staged
+
+
+def test_pipelines_of_a_kind_do_not_take_the_place_of_the_whole_program():
+    staged = [_cut(depth, 16) for depth in (2, 4, 8, 16)]
+
+    assert varied([*staged, _sharded(8)]) == [*staged[:3], _sharded(8), staged[3]]
