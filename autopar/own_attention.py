@@ -1,4 +1,4 @@
-"""Attention that drops scores in training, as one kernel: `autopar_ops::_scaled_dot_product_dropout_attention`.
+"""Attention that drops scores or trains its mask, as one kernel: `autopar_ops::_scaled_dot_product_block_attention`.
 
     queries [b, h, l, e], keys and values [b, h, s, e]   →   out [b, h, l, e], logsumexp [b, h, l], state [b, h]
 
@@ -25,16 +25,16 @@ BLOCK_SCORES = 1 << 18
 _STEPS = 1 << 16
 """Probabilities are multiples of one over it: 16 random bits decide of a score."""
 
-_HOW = "float dropout_p, bool is_causal, Tensor? attn_mask=None, *, float? scale=None"
+_READS = "Tensor query, Tensor key, Tensor value"
+_HOW = "float dropout_p, bool is_causal, Tensor? attn_mask=None"
 _LIBRARY: Any = torch.library.Library("autopar_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "_scaled_dot_product_dropout_attention(Tensor query, Tensor key, Tensor value, "
-    f"{_HOW}) -> (Tensor, Tensor, Tensor)",
+    f"_scaled_dot_product_block_attention({_READS}, {_HOW}, *, float? scale=None) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 _LIBRARY.define(
-    "_scaled_dot_product_dropout_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
-    f"Tensor out, Tensor logsumexp, Tensor state, {_HOW}) -> (Tensor, Tensor, Tensor)"
+    f"_scaled_dot_product_block_attention_backward(Tensor grad_out, {_READS}, Tensor out, Tensor logsumexp, "
+    f"Tensor state, {_HOW}, bool trains_mask=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -66,6 +66,7 @@ class _Scores:
         self.groups = query.shape[1] // key.shape[1]
         self.dtype = sums_in(query.dtype)
         self._dropped = round(dropout * _STEPS)
+        self.drops = dropout > 0.0
         self.kept = 1.0 - self._dropped / _STEPS
         self._random = torch.Generator().manual_seed(seed)
 
@@ -113,6 +114,13 @@ class _Scores:
         words = torch.empty(-(-scores.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=self._random)
         return (words.view(torch.int16)[: scores.numel()] >= self._dropped - _STEPS // 2).view(scores.shape)
 
+    def add_to_mask(self, total: Tensor, block: _Block, gradient: Tensor) -> None:
+        """Add the gradient of a block of scores to that of a mask of four dims, summed where the mask is the same."""
+        places = (*block.of_queries, block.of_keys[2])
+        alike = [dim for dim in range(4) if total.shape[dim] == 1]
+        own = tuple(slice(None) if dim in alike else place for dim, place in enumerate(places))
+        total[own] += gradient.sum(alike, keepdim=True) if alike else gradient
+
 
 def _clamped(count: int, most: int) -> int:
     return min(max(1, count), max(1, most))
@@ -133,7 +141,7 @@ def _forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed = int(torch.randint(2**62, (), dtype=torch.int64))
+    seed = int(torch.randint(2**62, (), dtype=torch.int64)) if dropout_p else 0
     out, sums, state = _shapes(query)
     state.fill_(seed)
     of = _Scores(query, key, dropout_p, is_causal, attn_mask, scale, seed)
@@ -143,7 +151,8 @@ def _forward(
         largest.masked_fill_(largest == -math.inf, 0.0)  # a query that sees no key reads nothing
         weights = scores.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
-        weights *= of.keeps(weights)
+        if of.drops:
+            weights *= of.keeps(weights)
         read = weights @ of.read(value, block.of_keys)
         out[block.of_queries] = read.div_(total.clamp_min(torch.finfo(total.dtype).tiny) * of.kept).to(out.dtype)
         sums[block.of_queries] = (largest + total.log()).squeeze(-1)
@@ -161,25 +170,43 @@ def _backward(
     dropout_p: float,
     is_causal: bool,
     attn_mask: Tensor | None = None,
+    trains_mask: bool = False,
     *,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values (FlashAttention, Dao et al. 2022, algorithm 4)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values and mask (FlashAttention, Dao et al. 2022, algorithm 4).
+
+    That of a mask that is not trained is empty.
+    """
     of = _Scores(query, key, dropout_p, is_causal, attn_mask, scale, int(state.view(-1)[0]) if state.numel() else 0)
     made = torch.empty_like(query)
     sums = [torch.zeros_like(each, dtype=of.dtype) for each in (key, value)]
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
+    of_mask = _of_mask(query, attn_mask if trains_mask else None).to(of.dtype).zero_()
+    total = of_mask.view((1,) * (4 - of_mask.dim()) + of_mask.shape)
     for block in of.blocks():
         weights = of.scores(block).sub_(logsumexp[block.of_queries].unsqueeze(-1)).exp_()
-        keeps = of.keeps(weights)
+        keeps = of.keeps(weights) if of.drops else torch.ones((), dtype=torch.bool)
         grad = of.read(grad_out, block.of_queries)
         inner = (grad * of.read(out, block.of_queries)).sum(-1, keepdim=True)
         sums[1][block.of_keys] += of.of_heads((weights * keeps).mT @ grad).div_(of.kept)
         of_scores = grad @ of.read(value, block.of_keys).mT
         of_scores.mul_(keeps).div_(of.kept).sub_(inner).mul_(weights)
+        if trains_mask:
+            of.add_to_mask(total, block, of_scores)
         made[block.of_queries] = (of_scores @ of.read(key, block.of_keys)).mul_(of.scale).to(made.dtype)
         sums[0][block.of_keys] += of.of_heads(of_scores.mT @ of.read(query, block.of_queries)).mul_(of.scale)
-    return made, sums[0].to(key.dtype), sums[1].to(value.dtype)
+    return (
+        made,
+        sums[0].to(key.dtype),
+        sums[1].to(value.dtype),
+        of_mask.to(query.dtype if attn_mask is None else attn_mask.dtype),
+    )
+
+
+def _of_mask(query: Tensor, mask: Tensor | None) -> Tensor:
+    """Return memory for the gradient of a mask."""
+    return query.new_empty(0) if mask is None else mask.new_empty(mask.shape)
 
 
 def _shapes(query: Tensor, *_: Any, **__: Any) -> Any:
@@ -187,8 +214,23 @@ def _shapes(query: Tensor, *_: Any, **__: Any) -> Any:
     return torch.empty_like(query), sums, query.new_empty(query.shape[:2], dtype=torch.int64)
 
 
-def _gradient_shapes(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _gradient_shapes(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    state: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    attn_mask: Tensor | None = None,
+    trains_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_mask = _of_mask(query, attn_mask if trains_mask else None)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_mask
 
 
 def _saved(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
@@ -200,19 +242,21 @@ def _saved(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any
 def _differentiated(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     *tensors, mask = ctx.saved_tensors
     dropout, causal, scale = ctx.how
-    backward = torch.ops.autopar_ops._scaled_dot_product_dropout_attention_backward
-    return *backward(grad, *tensors, dropout, causal, mask, scale=scale), None, None, None
+    backward = torch.ops.autopar_ops._scaled_dot_product_block_attention_backward
+    trains = mask is not None and ctx.needs_input_grad[5]
+    *found, of_mask = backward(grad, *tensors, dropout, causal, mask, trains, scale=scale)
+    return *found, None, None, of_mask if trains else None
 
 
 for _name, _run, _fake in (
-    ("_scaled_dot_product_dropout_attention", _forward, _shapes),
-    ("_scaled_dot_product_dropout_attention_backward", _backward, _gradient_shapes),
+    ("_scaled_dot_product_block_attention", _forward, _shapes),
+    ("_scaled_dot_product_block_attention_backward", _backward, _gradient_shapes),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autopar_ops::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd(
-    "autopar_ops::_scaled_dot_product_dropout_attention", _differentiated, setup_context=_saved, lib=_LIBRARY
+    "autopar_ops::_scaled_dot_product_block_attention", _differentiated, setup_context=_saved, lib=_LIBRARY
 )
 
-DROPOUT_ATTENTION: Any = torch.ops.autopar_ops._scaled_dot_product_dropout_attention.default
-DROPOUT_ATTENTION_BACKWARD: Any = torch.ops.autopar_ops._scaled_dot_product_dropout_attention_backward.default
+BLOCK_ATTENTION: Any = torch.ops.autopar_ops._scaled_dot_product_block_attention.default
+BLOCK_ATTENTION_BACKWARD: Any = torch.ops.autopar_ops._scaled_dot_product_block_attention_backward.default

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.own_attention import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
+from autopar.own_attention import BLOCK_ATTENTION, BLOCK_ATTENTION_BACKWARD
 
 _ATEN = torch.ops.aten
 _CAUSAL_AT = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: 4,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
-    DROPOUT_ATTENTION: 4,
-    DROPOUT_ATTENTION_BACKWARD: 8,
+    BLOCK_ATTENTION: 4,
+    BLOCK_ATTENTION_BACKWARD: 8,
 }
 """Attention operators that take a mask, and the place of their argument `is_causal`: behind dropout, and before the
 mask where that is not given by name."""

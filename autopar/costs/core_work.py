@@ -48,9 +48,9 @@ _EACH_LOOKUP, _EACH_ROW, _IN_ROW = 4.5, 50.0, 0.6
 _EACH_SUM, _IN_SUM = 70.0, 0.7
 """Of an embedding's gradient, which adds row by row: a row, and each element of it."""
 
-_EACH_SCORE = 3.3
-"""Of attention that drops scores (`own_attention.py`), beside what other kernels do: 16 random bits of each score, and
-what is computed in passes of its own; of a causal mask as of all scores, for masking takes what is left out."""
+_EACH_SCORE, _EACH_DRAWN = 1.8, 1.5
+"""Of attention in blocks (`own_attention.py`), beside what other kernels do: what is computed of each score in passes
+of their own, and 16 random bits. Of a causal mask as of all scores, for masking takes what is left out."""
 
 _TANH_GELU = 3.5
 """gelu by tanh, forward or backward; by erf it is vectorised."""
@@ -73,9 +73,10 @@ def evaluations(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
         return each * _largest(outs) * _area(op)
     if name in _LOOKUPS:
         return _looked_up(op, ins, outs)
-    if name.startswith("_scaled_dot_product_dropout"):
+    if name.startswith("_scaled_dot_product_block"):
         query, key = ins[1:3] if name.endswith("backward") else ins[:2]
-        return _EACH_SCORE * math.prod(query[:-1]) * key[-2]
+        drawn = any(isinstance(arg, float) and arg > 0.0 for arg in op.args)
+        return (_EACH_SCORE + _EACH_DRAWN * drawn) * math.prod(query[:-1]) * key[-2]
     if name == "embedding_dense_backward":
         grad, indices = ins[:2]
         return _EACH_SUM * math.prod(indices) + _IN_SUM * math.prod(grad)

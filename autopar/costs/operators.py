@@ -101,6 +101,8 @@ def seconds(
         flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
         keys = np.array([max(1, i[_keys_at(op)][-2]) for i in ins], dtype=np.float64)
         moved = _moved(op, metas, ins, outs, shares=shares)
+        if trains_mask(op) and device.kind != "cpu":
+            moved += 2.0 * np.array([score_bytes(op, metas, each) for each in ins], dtype=np.float64)
         attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device, keys)
         between = compute.memory_bound_s(np.zeros(len(ins)), device, _core_work(op, ins, outs, device))
         return np.asarray(attention + between, dtype=np.float64) + _fresh(op, outs, device)
@@ -338,6 +340,17 @@ def _attention_flops(op: Op, ins: Sequence[Shape], device: DeviceSpec | None = N
     if _is_causal(op):
         causal = 0.5 if device is None else compute.causal_share(key[-2], device.attention_block)
     return products * 2.0 * math.prod(query[:-1]) * key[-2] * width * causal
+
+
+def trains_mask(op: Op) -> bool:
+    """Return whether a kernel of attention makes the gradient of its mask."""
+    return op.target.endswith("block_attention_backward.default") and True in op.args[-1:]
+
+
+def score_bytes(op: Op, metas: Sequence[TensorMeta], ins: Sequence[Shape]) -> float:
+    """Return the bytes of all scores of an attention kernel: of its mask's gradient, on GPUs, before that is summed."""
+    at = _keys_at(op)
+    return float(math.prod(ins[at - 1][:-1]) * ins[at][-2] * metas[at].item_bytes)
 
 
 def _keys_at(op: Op) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from autopar.costs.liveness import local_bytes
 from autopar.costs.losses import loss_kernels
+from autopar.costs.operators import score_bytes, trains_mask
 from autopar.costs.packing import Order, order_behind, packing
 from autopar.costs.recurrent import is_recurrent, recurrent_bytes
 from autopar.ir.graph import Op
@@ -52,6 +53,9 @@ def workspace_bytes(
             # A sample is never cut: that of an image may be more than a part.
             parts.append(0.0 if apart else min(whole, max(part, whole / max(rows, 1))))
         return np.array(parts)
+    if trains_mask(op):
+        shapes = [[local_shape(m.shape, at, sizes) for m, at in zip(metas, s.inputs, strict=True)] for s in strategies]
+        return None if device.kind == "cpu" else np.array([score_bytes(op, metas, each) for each in shapes])
     if is_recurrent(op):
         shapes = [[local_shape(m.shape, at, sizes) for m, at in zip(metas, s.inputs, strict=True)] for s in strategies]
         return recurrent_bytes(op, shapes, next(meta.dtype for meta in metas if meta.is_floating))

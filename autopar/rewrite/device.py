@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar._torch import pytree
-from autopar.own_attention import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
+from autopar.own_attention import BLOCK_ATTENTION, BLOCK_ATTENTION_BACKWARD
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import mark
 from autopar.rewrite.passes import Pass
@@ -29,13 +29,14 @@ _FLASH = _ATEN._scaled_dot_product_flash_attention.default
 _FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
 _EFFICIENT = _ATEN._scaled_dot_product_efficient_attention.default
 _EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
-_DROPPING = seeded(str(DROPOUT_ATTENTION))
+_DROPPING = seeded(str(BLOCK_ATTENTION))
 _DROPPING_FLASH, _DROPPING_EFFICIENT = seeded(str(_FLASH)), seeded(str(_EFFICIENT))
-_FORWARDS = (_FORWARD, DROPOUT_ATTENTION, _DROPPING)
-_BACKWARDS = (_BACKWARD, DROPOUT_ATTENTION_BACKWARD)
+_FORWARDS = (_FORWARD, BLOCK_ATTENTION, _DROPPING)
+_BACKWARDS = (_BACKWARD, BLOCK_ATTENTION_BACKWARD)
 _FLASHES, _EFFICIENTS = (_FLASH, _DROPPING_FLASH), (_EFFICIENT, _DROPPING_EFFICIENT)
-_STATE = 2
-"""Which result of the CPU's kernel that drops scores says what was drawn; the GPUs' have others, and read theirs."""
+_STATE, _OF_MASK = 2, 3
+"""Which result of the CPU's kernel in blocks says what was drawn (GPUs have others, and read theirs), and which of its
+backward is the gradient of the mask."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16
@@ -145,8 +146,11 @@ class GpuAttention:
 
 
 def _backward(node: fx.Node, maker: fx.Node) -> None:
-    drops = node.target is DROPOUT_ATTENTION_BACKWARD
-    grad, query, key, value, out, sums, *_, dropout, causal, mask, scale = _read(node, 7 if drops else 6)
+    in_blocks = node.target is BLOCK_ATTENTION_BACKWARD
+    grad, query, key, value, out, sums, *_, dropout, causal, mask, scale = _read(node, 7 if in_blocks else 6)
+    trains = in_blocks and any(user.users for user in _readers(node, _OF_MASK))
+    for user in [] if trains else _readers(node, _OF_MASK):
+        user.graph.erase_node(user)
     if maker.target in _FLASHES:
         lengths = (query.meta["val"].shape[2], key.meta["val"].shape[2])
         seed, offset = (_element(maker, index) for index in (6, 7))
@@ -171,11 +175,13 @@ def _backward(node: fx.Node, maker: fx.Node) -> None:
     groups = query.meta["val"].shape[1] // key.meta["val"].shape[1]
     key, value = (_for_each_head(node, each, query) for each in (key, value))
     bias, sums = _aligned(node, query, key, mask), _padded(node, sums)
-    wanted = [True, True, True, False]
+    wanted = [True, True, True, trains]
     args = (grad, query, key, value, bias, out, sums, seed, offset, dropout, wanted, causal)
     new = _beside(node, _EFFICIENT_BACKWARD, args, {"scale": scale})
     if groups > 1:
         _sum_groups(node, new, groups)
+    if trains and mask is not None:
+        _sum_to_mask(node, new, mask)
     _take_over(node, new)
 
 
@@ -225,6 +231,24 @@ def _sum_groups(old: fx.Node, new: fx.Node, groups: int) -> None:
         user.graph.erase_node(user)
 
 
+def _readers(node: fx.Node, index: int) -> list[fx.Node]:
+    """Return what reads one of a kernel's results."""
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
+
+
+def _sum_to_mask(old: fx.Node, new: fx.Node, mask: fx.Node) -> None:
+    """Let who reads the gradient of a mask read that of all scores, summed where the mask is the same."""
+    shape, scores = mask.meta["val"].shape, new.meta["val"][_OF_MASK].shape
+    wide = (1,) * (len(scores) - len(shape)) + tuple(shape)
+    alike = [dim for dim, (mine, whole) in enumerate(zip(wide, scores, strict=True)) if mine == 1 != whole]
+    for user in _readers(old, _OF_MASK):
+        gradient = _beside(user, operator.getitem, (new, _OF_MASK), {})
+        if alike:
+            gradient = _beside(user, _ATEN.sum.dim_IntList, (gradient, alike, True), {})
+        user.replace_all_uses_with(_beside(user, _ATEN.reshape.default, (gradient, list(shape)), {}))
+        user.graph.erase_node(user)
+
+
 def _read(node: fx.Node, tensors: int, *, skip: int = 0) -> tuple[Any, ...]:
     """Return the tensors a kernel of the CPU reads, then dropout, whether it is causal, its mask and its scale."""
     given = node.args[skip:]
@@ -235,7 +259,7 @@ def _read(node: fx.Node, tensors: int, *, skip: int = 0) -> tuple[Any, ...]:
 
 def _drop_state(maker: fx.Node) -> None:
     """Erase what reads the state of the CPU's kernel; nothing computes with it any more."""
-    for user in [each for each in maker.users if each.target is operator.getitem and each.args[1] == _STATE]:
+    for user in _readers(maker, _STATE):
         if not user.users:
             maker.graph.erase_node(user)
 

@@ -124,24 +124,37 @@ def _backward(mask: str, gradient: str, sums: str) -> Callable[[Call], Iterable[
     return rule
 
 
-def _dropping(call: Call) -> Iterator[Strategy]:
-    """Yield the strategies of the kernel that drops scores: samples and heads."""
+def _in_blocks(call: Call) -> Iterator[Strategy]:
+    """Yield the strategies of the kernel that works in blocks: samples and heads, and queries if nothing is dropped."""
     q, k, v = _heads(call)
     inputs: dict[str, Dims] = {"query": q, "key": k, "value": v, **_given_mask(call)}
-    for each in call.named(inputs, [q, q[:3], q[:2]], whole=frozenset("sl")):
+    for each in call.named(inputs, [q, q[:3], q[:2]], whole=_not_in_blocks(call), apart=frozenset({(2, "l")})):
+        if not _draws(call):
+            yield each
+            continue
         out, sums, state = each.outputs
         yield replace(each, outputs=(out, sums, _own(state)), lowering=LOWERING)
 
 
-def _dropping_backward(call: Call) -> Iterator[Strategy]:
+def _in_blocks_backward(call: Call) -> Iterator[Strategy]:
     """Yield those of its gradient, which draws the same again."""
     q, k, v = _heads(call)
     inputs: dict[str, Dims] = {"grad_out": q, "query": q, "key": k, "value": v, "out": q}
     inputs |= {"logsumexp": q[:3], "state": q[:2], **_given_mask(call)}
-    state = call.index("state")
-    for each in call.named(inputs, [q, k, v], whole=frozenset("sl")):
+    state, trains = call.index("state"), bool(call.arg("trains_mask"))
+    mask = _mask(call, "attn_mask") if trains else ((),)
+    apart = frozenset((3, factor) for factor in "bhgl") if not trains else frozenset[tuple[int, str]]()
+    for each in call.named(inputs, [q, k, v, mask], whole=_not_in_blocks(call), apart=apart):
+        if not _draws(call):
+            yield each
+            continue
         placed = (_own(at) if index == state else at for index, at in enumerate(each.inputs))
         yield replace(each, inputs=tuple(at for at in placed if at is not None))
+
+
+def _not_in_blocks(call: Call) -> frozenset[str]:
+    """Return the factors not to split: a causal mask, and what is drawn, are of positions from 0 on."""
+    return frozenset("sl") if call.arg("is_causal") or _draws(call) else frozenset("s")
 
 
 def _given_mask(call: Call) -> dict[str, Dims]:
@@ -164,7 +177,7 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten._scaled_dot_product_cudnn_attention.default": _forward("attn_bias"),
     "aten._scaled_dot_product_cudnn_attention_backward.default": _backward("attn_bias", "grad_out", "logsumexp"),
     "aten._scaled_dot_product_attention_math.default": _forward("attn_mask"),
-    "autopar_ops._scaled_dot_product_dropout_attention.default": _dropping,
-    "autopar_ops._scaled_dot_product_dropout_attention_backward.default": _dropping_backward,
+    "autopar_ops._scaled_dot_product_block_attention.default": _in_blocks,
+    "autopar_ops._scaled_dot_product_block_attention_backward.default": _in_blocks_backward,
     "aten._scaled_dot_product_attention_math_for_mps.default": _forward("attn_mask"),
 }

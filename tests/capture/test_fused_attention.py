@@ -71,9 +71,9 @@ def test_is_one_kernel_and_computes_the_same(sizes: tuple[int, int], options: di
         torch.testing.assert_close(found.gradients.get(name), parameter.grad)
 
 
-DROPPING = [
-    "autopar_ops._scaled_dot_product_dropout_attention.default",
-    "autopar_ops._scaled_dot_product_dropout_attention_backward.default",
+IN_BLOCKS = [
+    "autopar_ops._scaled_dot_product_block_attention.default",
+    "autopar_ops._scaled_dot_product_block_attention_backward.default",
 ]
 
 
@@ -86,7 +86,7 @@ def test_drops_scores_in_one_kernel(sizes: tuple[int, int], masked: bool) -> Non
     x = torch.randn(BATCH, SEQ, 8, dtype=torch.float64)
     given = (x, torch.ones(SEQ, SEQ, dtype=torch.bool).tril()) if masked else (x,)
     captured = capture(model, given)
-    assert kernels(captured.graph) == DROPPING
+    assert kernels(captured.graph) == IN_BLOCKS
     found = run(captured, model, given)
     model.options["dropout_p"] = 0.0
     expected = model(*given)
@@ -100,7 +100,7 @@ def test_torch_s_own_layers_drop_scores_in_one_kernel() -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
     mask = nn.Transformer.generate_square_subsequent_mask(SEQ)
     x = torch.randn(BATCH, SEQ, 16)
-    assert kernels(capture(layer, (x, mask)).graph) == DROPPING
+    assert kernels(capture(layer, (x, mask)).graph) == IN_BLOCKS
 
 
 def test_a_constant_causal_mask_of_one_that_drops_is_told_by_the_argument() -> None:
@@ -109,7 +109,7 @@ def test_a_constant_causal_mask_of_one_that_drops_is_told_by_the_argument() -> N
             return super().forward(x, torch.ones(SEQ, SEQ).tril().log())
 
     graph = capture(Causal(4, 4, dropout_p=0.5), (torch.randn(BATCH, SEQ, 8),)).graph
-    (forward,) = (op for op in graph.ops if op.target == DROPPING[0])
+    (forward,) = (op for op in graph.ops if op.target == IN_BLOCKS[0])
     assert forward.args[4] is True
     assert len(forward.refs) == 3
 
@@ -117,17 +117,35 @@ def test_a_constant_causal_mask_of_one_that_drops_is_told_by_the_argument() -> N
 def test_under_autocast_it_computes_in_16_bits() -> None:
     with policy("bf16"):
         graph = capture(Latent(4, 4, dropout_p=0.5), (torch.randn(BATCH, SEQ, 8),)).graph
-    (forward,) = (op for op in graph.ops if op.target == DROPPING[0])
+    (forward,) = (op for op in graph.ops if op.target == IN_BLOCKS[0])
     assert {graph.meta(ref).dtype for ref in forward.refs} == {"bfloat16"}
 
 
 def test_recomputation_keeps_what_was_drawn() -> None:
     graph = capture(Latent(4, 4, dropout_p=0.5), (torch.randn(BATCH, SEQ, 8),)).graph
     again = recomputed_graph(graph, "full")
-    assert sum(op.target == DROPPING[0] for op in again.ops) == 1
+    assert sum(op.target == IN_BLOCKS[0] for op in again.ops) == 1
 
 
-@pytest.mark.parametrize("options", [{"dropout_p": 0.5, "trained": True}, {"trained": True}, {"dropout_p": 1.0}])
+@pytest.mark.parametrize("sizes", [(4, 4), (6, 4)])
+@pytest.mark.parametrize("options", [{}, {"enable_gqa": True, "heads_of_keys": 2}])
+def test_trains_a_mask_in_one_kernel(sizes: tuple[int, int], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Latent(*sizes, trained=True, **options).double()
+    with torch.no_grad():
+        model.bias.normal_()
+    x = torch.randn(BATCH, SEQ, 8, dtype=torch.float64)
+    captured = capture(model, (x,))
+    assert kernels(captured.graph) == IN_BLOCKS
+    found = run(captured, model, (x,))
+    expected = model(x)
+    expected.backward()
+    torch.testing.assert_close(found.result, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients.get(name), parameter.grad)
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 1.0}])
 def test_stays_where_no_fused_kernel_is_to_be_had(options: dict[str, Any]) -> None:
     captured = capture(Latent(6, 4, **options), (torch.randn(BATCH, SEQ, 8),))
     assert not any("scaled_dot_product" in each for each in kernels(captured.graph))

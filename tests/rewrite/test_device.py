@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from autopar.capture import Captured
 from autopar.ir.mesh import Axis, Mesh
-from autopar.own_attention import DROPOUT_ATTENTION
+from autopar.own_attention import BLOCK_ATTENTION
 from autopar.rewrite import Programs, rewrite
 from autopar.rewrite.device import GpuAttention, kernels_for
 from autopar.rewrite.random_ops import seeded
@@ -37,9 +37,17 @@ class Attends(nn.Module):
     """
 
     def __init__(
-        self, causal: bool, dtype: torch.dtype, heads: int = 2, *, half: bool = False, drops: bool = False
+        self,
+        causal: bool,
+        dtype: torch.dtype,
+        heads: int = 2,
+        *,
+        half: bool = False,
+        drops: bool = False,
+        trained: int = 0,
     ) -> None:
         super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, trained, trained, dtype=dtype)) if trained else None
         self.causal, self.heads, self.half, self.dropout = causal, heads, half, DROPPED if drops else 0.0
         self.inner = nn.Linear(16, 16, dtype=dtype)
 
@@ -49,6 +57,7 @@ class Attends(nn.Module):
         k, v = (q * 2)[:, : self.heads], (q + 1)[:, : self.heads]
         if self.half:
             q = q[:, :, : x.shape[1] // 2]
+        mask = mask if self.bias is None else self.bias
         made = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=self.causal, enable_gqa=self.heads < 2
         )
@@ -107,9 +116,15 @@ def efficient_backward(
     grad: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, sums: Any, seed: Any, offset: Any,
     dropout: float, wanted: list[bool], causal: bool, *, scale: Any = None,
 ) -> Any:  # fmt: skip
-    assert (seed.item(), offset.item(), list(wanted)) == (7, 9, [True, True, True, False])
+    assert (seed.item(), offset.item(), list(wanted)[:3]) == (7, 9, [True, True, True])
     assert sums.shape[-1] % 32 == 0
-    return (*gradients(grad, q, k, v, bias, causal, scale), None)
+    of_bias = None
+    if wanted[3]:
+        assert bias is not None
+        with torch.enable_grad():
+            leaf = bias.detach().requires_grad_()
+            (of_bias,) = torch.autograd.grad(attention(q, k, v, leaf, causal, scale), leaf, grad)
+    return (*gradients(grad, q, k, v, bias, causal, scale), of_bias)
 
 
 def dropping(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,6 +181,9 @@ class Case:
     heads: int = 2
     half: bool = False
     drops: bool = False
+    trained: bool = False
+    """Whether a mask of one row of heads and samples is a parameter."""
+
     seeded: bool = False
     """Whether what is dropped is drawn from the step's seed, as on several ranks, or as torch's generator has it."""
 
@@ -180,6 +198,9 @@ CASES = {
     "queries share keys": Case("efficient", causal=True, dtype=torch.float32, heads=1),
     "queries share keys, mask": Case("efficient", length=16, masked=True, heads=1),
     "causal, fewer queries than keys": Case("efficient", causal=True, half=True),
+    "trained mask": Case("efficient", length=16, trained=True),
+    "trained mask, queries share keys": Case("efficient", dtype=torch.float32, length=6, trained=True, heads=1),
+    "trained mask, drops scores": Case("efficient", length=16, trained=True, drops=True),
     "drops scores": Case("flash", causal=True, drops=True),
     "drops scores by a seed": Case("flash", causal=True, drops=True, seeded=True),
     "drops scores by a seed, mask": Case("efficient", length=16, masked=True, drops=True, seeded=True),
@@ -193,7 +214,7 @@ def test_values_and_gradients_are_those_of_the_model(name: str):
     case = CASES[name]
     dtype, length = case.dtype, case.length
     torch.manual_seed(0)
-    model = Attends(case.causal, dtype, case.heads, half=case.half, drops=case.drops)
+    model = Attends(case.causal, dtype, case.heads, half=case.half, drops=case.drops, trained=length * case.trained)
     mask = torch.randn(2, 1, length, length).to(dtype) if case.masked else None
     example = (torch.randn(2, length, 16).to(dtype), *([mask] if case.masked else []))
     captured = remembered(model, example)
@@ -201,7 +222,7 @@ def test_values_and_gradients_are_those_of_the_model(name: str):
     drawn = {
         op.name: (axis_strategies(op, [graph.meta(ref) for ref in op.refs], 2, ()).strategies[0],)
         for op in graph.ops
-        if case.seeded and op.target == str(DROPOUT_ATTENTION)
+        if case.seeded and op.target == str(BLOCK_ATTENTION)
     }
     programs = rewrite(
         captured.joint, graph, decide(graph, PAIR if case.seeded else ALONE, operators=drawn), 0, device="cuda"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autopar.own_attention import BLOCK_ATTENTION
 from tests.strategies.calls_elements import backward_of_elements, binary, unary
 from tests.strategies.calls_planes import MORE
 from tests.strategies.make import b, c, f, i, p
@@ -304,6 +305,18 @@ def attention() -> Iterator[Case]:
     out, sums = forward(grouped, k, v, 0.0, True)
     yield c(f"{name}.default", grouped, k, v, 0.0, True)
     yield c(f"{name}_backward.default", f(4, 8, 6, 8), grouped, k, v, out, sums, 0.0, True)
+    in_blocks = "autopar_ops._scaled_dot_product_block_attention"
+    for heads, causal, mask in (
+        (4, False, f(6, 6)),
+        (4, False, f(4, 1, 6, 6)),
+        (2, False, f(4, 6, 6)),
+        (2, True, None),
+    ):
+        q, k, v = f(4, 4, 6, 8), f(4, heads, 6, 8), f(4, heads, 6, 8)
+        made = BLOCK_ATTENTION(q, k, v, 0.0, causal, mask)
+        yield c(f"{in_blocks}.default", q, k, v, 0.0, causal, mask)
+        trains = mask is not None
+        yield c(f"{in_blocks}_backward.default", f(4, 4, 6, 8), q, k, v, *made, 0.0, causal, mask, trains)
     yield c("_scaled_dot_product_attention_math.default", f(4, 2, 6, 8), f(4, 2, 6, 8), f(4, 2, 6, 8))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from autopar.ir.placement import Replicate, Shard
 from autopar.ir.reshard import is_reachable
-from autopar.own_attention import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
+from autopar.own_attention import BLOCK_ATTENTION, BLOCK_ATTENTION_BACKWARD
 from autopar.strategies import axis_strategies
 from autopar.strategies.random import LOWERING
 from tests.strategies.make import f
@@ -18,10 +18,10 @@ HEADS, SHARED = 8, 2
 def cases() -> tuple[Case, Case]:
     """Return a call of the kernel and of its gradient: queries share keys, under a mask of every head."""
     query, key, mask = f(4, HEADS, 6, 8), f(4, SHARED, 6, 8), f(HEADS, 6, 6)
-    made = DROPOUT_ATTENTION(query, key, key, 0.5, False, mask)
-    forward = Case(str(DROPOUT_ATTENTION), (query, key, key, 0.5, False, mask), {})
+    made = BLOCK_ATTENTION(query, key, key, 0.5, False, mask)
+    forward = Case(str(BLOCK_ATTENTION), (query, key, key, 0.5, False, mask), {})
     rest = (query, key, key, *made, 0.5, False, mask)
-    return forward, Case(str(DROPOUT_ATTENTION_BACKWARD), (query, *rest), {})
+    return forward, Case(str(BLOCK_ATTENTION_BACKWARD), (query, *rest), {})
 
 
 def test_forward_is_split_by_samples_and_heads_and_draws() -> None:
@@ -51,6 +51,6 @@ def test_backward_can_be_split_only_as_its_forward_was() -> None:
 
 def test_ranks_of_other_heads_draw_other_scores() -> None:
     torch.manual_seed(0)
-    first, second = (DROPOUT_ATTENTION(*(f(1, 2, 8, 8) for _ in range(3)), 0.5, False)[2] for _ in range(2))
+    first, second = (BLOCK_ATTENTION(*(f(1, 2, 8, 8) for _ in range(3)), 0.5, False)[2] for _ in range(2))
 
     assert not torch.equal(first, second)

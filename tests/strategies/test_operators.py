@@ -9,7 +9,6 @@ import pytest
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Replicate
 from autopar.ir.strategy import MeshStrategy
-from autopar.own_attention import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
 from autopar.strategies import axis_strategies
 from autopar.strategies.random import RULES as DRAWN
 from autopar.strategies.table import RULES
@@ -30,9 +29,6 @@ WITHOUT_CPU_KERNEL = {
     "aten._scaled_mm.default",
 }
 """Operators of other devices; `test_device_kernels.py` checks the shapes that they make."""
-
-DROPPING = {str(DROPOUT_ATTENTION), str(DROPOUT_ATTENTION_BACKWARD)}
-"""Kernels of which each rank's part draws for itself: `test_dropping_attention.py`."""
 
 
 def each_makes_the_whole(case: Case, strategies: Iterable[MeshStrategy], mesh: Mesh) -> None:
@@ -80,7 +76,7 @@ def test_every_wrong_strategy_is_told() -> None:
     ]
 
 
-@pytest.mark.parametrize("target", sorted(set(RULES) - WITHOUT_CPU_KERNEL - set(DRAWN) - DROPPING))
+@pytest.mark.parametrize("target", sorted(set(RULES) - WITHOUT_CPU_KERNEL - set(DRAWN)))
 def test_every_rule_has_a_call(target: str) -> None:
     assert target in {case.target for case in CALLS}
 
