@@ -18,6 +18,7 @@ from autopar.errors import InputMismatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.plan import Decisions, ParameterDecision
+from autopar.ir.reads import Read
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.tensor import TensorMeta
 from autopar.rewrite.programs import Seeding, Value
@@ -112,6 +113,7 @@ class Input:
 @dataclass(frozen=True)
 class Call:
     tensors: Sequence[Input]
+    reads: Sequence[Read] = ()
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         if len(args) != len(self.tensors) or kwargs:
