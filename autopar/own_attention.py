@@ -34,7 +34,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     f"_scaled_dot_product_block_attention_backward(Tensor grad_out, {_READS}, Tensor out, Tensor logsumexp, "
-    f"Tensor state, {_HOW}, bool trains_mask=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor state, {_HOW}, int trains_mask=0, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -170,13 +170,14 @@ def _backward(
     dropout_p: float,
     is_causal: bool,
     attn_mask: Tensor | None = None,
-    trains_mask: bool = False,
+    trains_mask: int = 0,
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values and mask (FlashAttention, Dao et al. 2022, algorithm 4).
 
-    That of a mask that is not trained is empty.
+    That of a mask that is not trained is empty. `trains_mask` is a number, 1 or 0: a captured kernel of attention that
+    is given True is a causal one.
     """
     of = _Scores(query, key, dropout_p, is_causal, attn_mask, scale, int(state.view(-1)[0]) if state.numel() else 0)
     made = torch.empty_like(query)
@@ -225,7 +226,7 @@ def _gradient_shapes(
     dropout_p: float,
     is_causal: bool,
     attn_mask: Tensor | None = None,
-    trains_mask: bool = False,
+    trains_mask: int = 0,
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -243,7 +244,7 @@ def _differentiated(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     *tensors, mask = ctx.saved_tensors
     dropout, causal, scale = ctx.how
     backward = torch.ops.autopar_ops._scaled_dot_product_block_attention_backward
-    trains = mask is not None and ctx.needs_input_grad[5]
+    trains = int(mask is not None and ctx.needs_input_grad[5])
     *found, of_mask = backward(grad, *tensors, dropout, causal, mask, trains, scale=scale)
     return *found, None, None, of_mask if trains else None
 

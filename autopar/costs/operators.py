@@ -343,12 +343,12 @@ def _attention_flops(op: Op, ins: Sequence[Shape], device: DeviceSpec | None = N
 
 
 _TRAINS_AT = 10
-"""The place of `trains_mask` among what that backward is given; left out where it is False."""
+"""The place of `trains_mask` among what that backward is given; left out where it is 0."""
 
 
 def trains_mask(op: Op) -> bool:
     """Return whether a kernel of attention makes the gradient of its mask."""
-    return op.target.endswith("block_attention_backward.default") and op.args[_TRAINS_AT : _TRAINS_AT + 1] == (True,)
+    return op.target.endswith("block_attention_backward.default") and op.args[_TRAINS_AT : _TRAINS_AT + 1] == (1,)
 
 
 def score_bytes(op: Op, metas: Sequence[TensorMeta], ins: Sequence[Shape]) -> float:

@@ -315,7 +315,7 @@ def attention() -> Iterator[Case]:
         q, k, v = f(4, 4, 6, 8), f(4, heads, 6, 8), f(4, heads, 6, 8)
         made = BLOCK_ATTENTION(q, k, v, 0.0, causal, mask)
         yield c(f"{in_blocks}.default", q, k, v, 0.0, causal, mask)
-        trains = mask is not None
+        trains = int(mask is not None)
         yield c(f"{in_blocks}_backward.default", f(4, 4, 6, 8), q, k, v, *made, 0.0, causal, mask, trains)
     yield c("_scaled_dot_product_attention_math.default", f(4, 2, 6, 8), f(4, 2, 6, 8), f(4, 2, 6, 8))
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from autopar.costs.operators import flops
 from autopar.costs.workspaces import workspace_bytes
 from autopar.ir.placement import Replicate, Shard
 from autopar.ir.reshard import is_reachable
@@ -81,6 +82,7 @@ def test_only_a_mask_s_gradient_is_made_of_all_scores_on_gpus(trained: bool) -> 
     )
 
     assert on_cpu is None
+    assert flops(backward, metas) == (1.0 if trained else 0.5) * 5 * 2 * 4 * 4 * 64 * 64 * 16
     assert (None if on_gpu is None else on_gpu.tolist()) == ([4 * 4 * 64 * 64 * 4] if trained else None)
 
 
