@@ -179,7 +179,7 @@ def _backward(
     That of a mask that is not trained is empty. `trains_mask` is a number, 1 or 0: a captured kernel of attention that
     is given True is a causal one.
     """
-    of = _Scores(query, key, dropout_p, is_causal, attn_mask, scale, int(state.view(-1)[0]) if state.numel() else 0)
+    of = _Scores(query, key, dropout_p, is_causal, attn_mask, scale, int(state.flatten()[0]) if state.numel() else 0)
     made = torch.empty_like(query)
     sums = [torch.zeros_like(each, dtype=of.dtype) for each in (key, value)]
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import autopar.own_attention  # noqa: F401  rules ask for the signatures of its operators
 from autopar.ir.graph import BALANCED
 from autopar.ir.placement import Placement, Shard
 from autopar.ir.rule import Dims

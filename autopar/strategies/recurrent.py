@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import autopar.own_recurrence  # noqa: F401  rules ask for the signatures of its operators
 from autopar.ir.rule import Dims
 from autopar.ir.strategy import Strategy
 from autopar.strategies.call import Call
