@@ -87,6 +87,14 @@ def autocast_as_on_gpu(dtype: torch.dtype) -> Iterator[None]:
         library._destroy()
 
 
+def as_products_read(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the type that the autocast around casts products' operands to; itself where there is none."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensor
+    found: torch.Tensor = _short(tensor, torch.get_autocast_dtype("cpu"))
+    return found
+
+
 def _overload(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from autopar.capture.autocasting import as_products_read
 from autopar.own_attention import BLOCK_ATTENTION
 
 _ATTENTION = functional.scaled_dot_product_attention
@@ -90,13 +91,7 @@ def _block_attention(
     """Return attention of that kernel; as torch's own, it casts under autocast and reads True as a score of 0."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (_cast(each, dtype) for each in (query, key, value))
-        mask = None if mask is None else _cast(mask, dtype)
+    query, key, value = map(as_products_read, (query, key, value))
+    mask = None if mask is None else as_products_read(mask)
     out: Tensor = BLOCK_ATTENTION(query, key, value, dropout, causal, mask, scale=scale)[0]
     return out
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from autopar.capture.autocasting import as_products_read
 from autopar.own_recurrence import LSTM_LAYER, RNN_LAYER, Kind
 
 _NETWORKS: dict[Kind, Callable[..., Any]] = {kind: getattr(torch, kind) for kind in get_args(Kind)}
@@ -43,7 +44,8 @@ def _layers(kind: Kind, input: Tensor, second: Any, *rest: Any) -> tuple[Tensor,
         return made
     weights, biased, layers, dropout, train, both, batch_first = rest
     states: Sequence[Tensor] = second if kind == "lstm" else (second,)
-    input, states, weights = _as_cast(input, states, weights)
+    # On GPUs these networks run in 16 bits under autocast.
+    input, states, weights = as_products_read(input), *([*map(as_products_read, each)] for each in (states, weights))
     directions = 2 if both else 1
     each = len(weights) // layers
     last: list[Sequence[Tensor]] = []
@@ -55,17 +57,3 @@ def _layers(kind: Kind, input: Tensor, second: Any, *rest: Any) -> tuple[Tensor,
         if dropout and train and layer < layers - 1:
             input = functional.dropout(input, dropout)
     return input, *(torch.cat(list(found)) if layers > 1 else found[0] for found in zip(*last, strict=True))
-
-
-def _as_cast(
-    input: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
-    """Return what is read as autocast has it: on GPUs these networks run in 16 bits."""
-    if not torch.is_autocast_enabled("cpu"):
-        return input, states, weights
-    dtype = torch.get_autocast_dtype("cpu")
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-    return cast(input), [cast(each) for each in states], [cast(each) for each in weights]

@@ -50,7 +50,9 @@ _EACH_SUM, _IN_SUM = 70.0, 0.7
 
 _EACH_SCORE, _EACH_DRAWN = 1.8, 1.5
 """Of attention in blocks (`own_attention.py`), beside what other kernels do: what is computed of each score in passes
-of their own, and 16 random bits. Of a causal mask as of all scores, for masking takes what is left out."""
+of their own, and 16 random bits. Of a causal mask as of all scores, for masking takes what is left out.
+Measured beside torch's kernel without dropout on one core of an Intel Xeon, four shapes of 128 to 2048 tokens; what of
+it the bits take was measured alone."""
 
 _TANH_GELU = 3.5
 """gelu by tanh, forward or backward; by erf it is vectorised."""

@@ -80,6 +80,8 @@ class _Layer:
         for count, product in self.products(again=True):
             batch, m, n, k = (np.array([size], dtype=np.float64) for size in product)
             total += count * float(compute.matmul_s(batch, m, n, k, dtype, device)[0])
+        # A step reads and writes its gates, its cell and its output once; backward does so for what it repeats, and for
+        # the gradients, which read what was kept besides.
         elements = self.samples * self.hidden * (self.gates + 2)
         moved = 2.0 * elements * dtype_bytes(dtype)
         gate_s = float(compute.memory_bound_s(moved, device, self.samples * self.hidden * (self.gates + 1)))

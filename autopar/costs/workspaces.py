@@ -53,12 +53,11 @@ def workspace_bytes(
             # A sample is never cut: that of an image may be more than a part.
             parts.append(0.0 if apart else min(whole, max(part, whole / max(rows, 1))))
         return np.array(parts)
-    if trains_mask(op):
+    if trains_mask(op) or is_recurrent(op):
         shapes = [[local_shape(m.shape, at, sizes) for m, at in zip(metas, s.inputs, strict=True)] for s in strategies]
+        if is_recurrent(op):
+            return recurrent_bytes(op, shapes, next(meta.dtype for meta in metas if meta.is_floating))
         return None if device.kind == "cpu" else np.array([score_bytes(op, metas, each) for each in shapes])
-    if is_recurrent(op):
-        shapes = [[local_shape(m.shape, at, sizes) for m, at in zip(metas, s.inputs, strict=True)] for s in strategies]
-        return recurrent_bytes(op, shapes, next(meta.dtype for meta in metas if meta.is_floating))
     if device.kind != "cpu" or op.target not in {_CONVOLUTION, _CONVOLUTION_BACKWARD}:
         return None
     backward = op.target == _CONVOLUTION_BACKWARD
