@@ -62,7 +62,7 @@ def read_device(name: str, section: Section) -> DeviceSpec:
     memory = section.section("memory").only(*_MEMORY_KEYS)
     peaks = _compute(section.section("compute"))
     base = _base(name, section, peaks)
-    _refuse_sparse(name, section, peaks, memory)
+    _refuse_implausible(base.kind, _recognised(name, section, memory), section, peaks)
     if "preset" in section:
         _refuse_another_memory(section.text("preset"), memory)
     inherits = "preset" in section
@@ -260,8 +260,14 @@ def _catalog_name(section: Section) -> str:
     return name if name in catalog.names("devices") else ""
 
 
-def _refuse_sparse(name: str, section: Section, peaks: dict[str, float], memory: Section) -> None:
-    known = _recognised(name, section, memory)
+def _refuse_implausible(
+    kind: str, recognised: dict[str, DeviceSpec], section: Section, peaks: dict[str, float]
+) -> None:
+    """Refuse compute that is a figure with sparsity, or too much for the device that is recognised, or for any.
+
+    The catalogue's CPU is one core of one machine: another one may well do twice as much, and none has sparsity.
+    """
+    known = {each: spec for each, spec in recognised.items() if kind != "cpu"}
     for key in section.section("compute").data:
         dtype, path = canonical_dtype(key), f"compute.{key}"
         rate = peaks[dtype]

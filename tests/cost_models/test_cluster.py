@@ -317,6 +317,16 @@ def test_sparse_compute_is_recognised_by_memory_where_the_name_says_nothing():
         ClusterSpec.from_dict(document)
 
 
+@pytest.mark.parametrize("device", [{"preset": "cpu"}, {"kind": "cpu"}], ids=["preset", "kind"])
+@pytest.mark.parametrize("rate", [150, 194, 400])
+def test_a_core_may_do_any_multiple_of_what_the_core_of_the_catalogue_does(rate, device):
+    memory = {"capacity": "4GiB", "bandwidth": "36GB/s"}
+    document = edited("devices/core", {**device, "memory": memory, "compute": {"float32": f"{rate}GFLOP/s"}})
+    document["nodes"]["old"]["device"] = "core"
+
+    assert ClusterSpec.from_dict(document).devices[-1].peak_flops["float32"] == rate * 1e9
+
+
 BAD_TEXTS = [
     ("dgx-h10", "'dgx-h10' is no cluster (did you mean 'dgx-h100'?); give a YAML file, a preset (dgx-1-v100"),
     ("h100-sxm-80g:8", "unknown device preset 'h100-sxm-80g' (did you mean 'h100-sxm-80gb'?)"),
