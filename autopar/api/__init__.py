@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,7 +13,7 @@ from autopar.api.planning import Planner, Program
 from autopar.api.precisions import fastest
 from autopar.capture import Captured, capture
 from autopar.capture.autocasting import policy
-from autopar.capture.deepen import deepened
+from autopar.capture.deepen import LayersDifferError, deepened
 from autopar.errors import CaptureError, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -24,6 +23,8 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from autopar.models.shallow import Shallow
 
 __all__ = ["plan", "plan_captured", "plan_reference", "read_cluster"]
@@ -119,11 +120,15 @@ def reprice_reference(
     return repriced(plan, graph, spec, _torch_version())
 
 
-def program_of(model: torch.nn.Module, shallow: Shallow | None, example_inputs: Any, precision: str) -> Graph:
-    """Return the program of a model, if it can be by repeating a layer of one that is as it is but has few of them."""
-    if shallow is not None:
-        with suppress(CaptureError):  # its layers are equal, what they compute is not: the whole model is captured
-            return deepened(captured_for(shallow.model, example_inputs, precision).graph, shallow.rows)
+def program_of(model: torch.nn.Module, shallow: Iterable[Shallow], example_inputs: Any, precision: str) -> Graph:
+    """Return the program of a model, if it can be by repeating layers of one that is as it is but has few of them."""
+    for few in shallow:
+        try:
+            return deepened(captured_for(few.model, example_inputs, precision).graph, few.rows)
+        except LayersDifferError:  # the modules are equal, what they compute is not
+            continue
+        except CaptureError:
+            break
     return captured_for(model, example_inputs, precision).graph
 
 

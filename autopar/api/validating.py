@@ -19,13 +19,14 @@ from autopar.api.describing import PEAK_DTYPE
 from autopar.api.wishes import read_wishes
 from autopar.capture import capture
 from autopar.capture.autocasting import autocast_as_on_gpu
-from autopar.capture.deepen import SHALLOW, deepened
+from autopar.capture.deepen import deepened
 from autopar.capture.gradients import gradients_in_float32
 from autopar.capture.positions import balanced_positions
 from autopar.capture.recompute import Way, Ways, recomputed_graph
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Estimates, Memory
+from autopar.ir.repetition import FEW, Repetition
 from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
 from autopar.models.zoo.seq2seq import Seq2SeqSettings
@@ -284,7 +285,7 @@ def _graph(key: ProgramKey) -> Graph:
     """Return the program of a model at full depth, its parameters of the precision's type but where they are cast."""
     sizes = key.sizes
     first = sizes.mixture.dense_layers if sizes.mixture is not None else 0
-    settings = replace(_settings(sizes, key, min(sizes.layers, first + SHALLOW)), float32_loss=key.float32_loss)
+    settings = replace(_settings(sizes, key, min(sizes.layers, first + FEW)), float32_loss=key.float32_loss)
     with torch.device("meta"):
         model = settings.model().to(torch.float32 if key.float32_parameters else _TYPES[key.precision]).train()
         inputs = settings.inputs(key.batch, key.seq)
@@ -292,7 +293,9 @@ def _graph(key: ProgramKey) -> Graph:
         graph = capture(model, inputs).graph
     rows = {path: len(each) for path, each in model.named_modules() if isinstance(each, nn.ModuleList)}
     for path, depth in zip(rows, (sizes.layers + sizes.further, sizes.decoder_layers), strict=False):
-        graph = deepened(graph, {path: depth}, first=first) if depth > rows[path] else graph
+        if depth > rows[path]:
+            behind = rows[path] - FEW - first
+            graph = deepened(graph, {path: Repetition(depth - first - behind, before=first, behind=behind)})
     graph = balanced_positions(graph) if key.balanced else graph
     return gradients_in_float32(graph) if key.float32_gradients else graph
 
@@ -302,7 +305,7 @@ def _settings(sizes: Architecture, key: ProgramKey, layers: int) -> GptSettings 
         return Seq2SeqSettings(
             layers=layers,
             # What the last layer of a decoder adds to the encoder's gradient begins their sum: it is no other's equal.
-            decoder_layers=min(sizes.decoder_layers, SHALLOW + 1),
+            decoder_layers=min(sizes.decoder_layers, FEW + 1),
             hidden=sizes.hidden,
             heads=sizes.heads,
             head_size=sizes.head_size,

@@ -5,7 +5,8 @@
         forward: 0 → 1 → 1' → 1'' → 2    backward: 2 → 1'' → 1' → 1 → 0
 
 Tracing takes time in proportion to the layers, and what all but the border layers do is the same. The repeated layer is
-one with a neighbour on both sides, so that the copies read what it reads, each of its own neighbours.
+one with a neighbour on both sides, so that the copies read what it reads, each of its own neighbours. Where layers
+differ in turns (local and global attention, say), it is a period of them that is repeated.
 """
 
 from __future__ import annotations
@@ -17,30 +18,35 @@ from autopar.capture.blocks import Path, layers_of
 from autopar.capture.naming import names_in_order, renamed_ops, renamed_outputs
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Graph, Op, Output, Ref
+from autopar.ir.repetition import FEW, Repetition
 
 _NameOf = Callable[[tuple[int, int], str], str]
-"""Layer and place of an operator of the row, and its name, to the name that takes its place."""
-
-SHALLOW = 3
-"""Layers of a capture that can be made deeper: one at each border, and one between them."""
+"""Part and place of an operator of the row, and its name, to the name that takes its place."""
 
 
-def deepened(graph: Graph, rows: Mapping[str, int], *, first: int = 0) -> Graph:
+class LayersDifferError(CaptureError):
+    """Layers that are to stand for all compute something else than their neighbours."""
+
+
+def deepened(graph: Graph, rows: Mapping[str, Repetition]) -> Graph:
     """Return the graph with as many layers in each row as `rows` says, by the path of the row's module.
 
-    The three equal layers of a row are those from number `first` on; what is before and behind them stays as it is.
-    The graph is equal to that of the deep model, names included.
+    The graph's rows are the shortest that stand for these (`Repetition.few`). Layers before and behind those that
+    repeat stay as they are. The graph is equal to that of the deep model, names included.
 
     Raises:
-        CaptureError: a row has no layer with an equal one on both sides, or something reads from the midst of it.
+        LayersDifferError: a row has no repetition with an equal one on both sides.
+        CaptureError: something reads from the midst of a row, or a constant is in it.
     """
-    for path, layers in rows.items():
+    for path, row in rows.items():
         container = tuple(path.split("."))
-        row = layers_of(graph).get(container, {})
-        if sorted(row) != list(range(len(row))) or not first + SHALLOW <= len(row) <= layers:
+        layers = layers_of(graph).get(container, {})
+        whole = row.before + FEW * row.period
+        # A last layer whose result nobody reads is not in the graph.
+        if sorted(layers) != list(range(len(layers))) or not whole <= len(layers) <= row.few:
             raise _not_equal(path)
-        if layers > len(row):
-            graph = _Row(graph, container, [row[index] for index in sorted(row)], layers, first).repeated()
+        if row.more > 0:
+            graph = _Row(graph, container, [layers[index] for index in sorted(layers)], row).repeated()
     names = names_in_order(graph.ops)
     return dataclasses.replace(
         graph,
@@ -51,23 +57,28 @@ def deepened(graph: Graph, rows: Mapping[str, int], *, first: int = 0) -> Graph:
 
 
 class _Row:
-    """One row of layers, and copies of the second of its equal layers behind that."""
+    """One row of layers, and copies of the second of its equal parts (a layer, or a period of them) behind that."""
 
-    def __init__(
-        self, graph: Graph, container: Path, layers: Sequence[Sequence[Op]], count: int, first: int = 0
-    ) -> None:
+    def __init__(self, graph: Graph, container: Path, layers: Sequence[Sequence[Op]], row: Repetition) -> None:
         self._graph = graph
         self._prefix = ".".join(container)
-        self._extra = count - len(layers)
-        self._first = first
-        self._row = row = layers[first : first + SHALLOW]
-        self._at = {op.name: (layer, place) for layer, ops in enumerate(row) for place, op in enumerate(ops)}
-        behind = enumerate(layers[first + SHALLOW :], start=SHALLOW)
-        self._behind = {op.name: layer for layer, ops in behind for op in ops}
-        kinds = [[graph.representative(op.name) for op in ops] for ops in row]
-        # The graph does not say what value a constant has: those of two layers may differ.
-        if any(kind != kinds[0] for kind in kinds) or any(op.kind == "constant" for op in row[1]):
+        self._extra = row.more
+        self._period = row.period
+        starts = [row.before + each * row.period for each in range(FEW)]
+        self._row = [[op for layer in layers[at : at + row.period] for op in layer] for at in starts]
+        self._at = {op.name: (part, place) for part, ops in enumerate(self._row) for place, op in enumerate(ops)}
+        self._number = {op.name: number for number, ops in enumerate(layers) for op in ops}
+        self._behind = {op.name for ops in layers[starts[-1] + row.period :] for op in ops}
+        kinds = [[graph.representative(op.name) for op in ops] for ops in self._row]
+        if any(kind != kinds[0] for kind in kinds):
             raise _not_equal(self._prefix)
+        # The graph does not say what value a constant has: those of two layers may differ.
+        if any(op.kind == "constant" for op in self._row[1]):
+            raise _constant(self._prefix)
+        for near, far in ((0, 2), (2, 0)):
+            for op in self._row[near]:
+                if any(self._at.get(ref.op, (near, 0))[0] == far for ref in op.refs):
+                    raise _read_in_midst(op, self._prefix)
 
     def repeated(self) -> Graph:
         """Return the graph with the copies in it."""
@@ -114,8 +125,7 @@ class _Row:
         if layer == -1 and any(self._at.get(ref.op, (-1, 0))[0] == 1 for ref in op.refs):
             raise _read_in_midst(op, self._prefix)
         moved = self._reading(op, lambda at, name: _named(name, self._extra) if at[0] == 1 else name)
-        number = self._behind.get(op.name, layer)
-        return moved if number == -1 else self._renumbered(moved, number, number + self._extra)
+        return self._renumbered(moved, self._extra) if layer == 2 or op.name in self._behind else moved
 
     def _copy(self, op: Op, copy: int) -> Op:
         """Return copy number `copy`, 1 first, of an operator of the template."""
@@ -132,7 +142,7 @@ class _Row:
             raise _read_in_midst(op, self._prefix)
 
         renamed = dataclasses.replace(self._reading(op, own), name=_named(op.name, copy))
-        return self._renumbered(renamed, 1, 1 + copy)
+        return self._renumbered(renamed, copy, op.name)
 
     def _reading(self, op: Op, name_of: _NameOf) -> Op:
         def swap(arg: Arg) -> Arg:
@@ -146,13 +156,13 @@ class _Row:
         kwargs = tuple((key, swap(value)) for key, value in op.kwargs)
         return dataclasses.replace(op, args=tuple(map(swap, op.args)), kwargs=kwargs)
 
-    def _renumbered(self, op: Op, before: int, after: int) -> Op:
-        """Return the operator with the number of its layer changed in its module path, and a parameter's name.
+    def _renumbered(self, op: Op, parts: int, name: str = "") -> Op:
+        """Return an operator with the number of its layer, later by `parts`, in its module path and a parameter's name.
 
-        Numbers are counted from the first of the equal layers.
+        `name` is the operator's in the shallow program.
         """
-        numbers = (number + self._first for number in (before, after))
-        old, new = (f"{self._prefix}.{number}".lstrip(".") for number in numbers)
+        number = self._number[name or op.name]
+        old, new = (f"{self._prefix}.{each}".lstrip(".") for each in (number, number + parts * self._period))
 
         def changed(path: str) -> str:
             return new + path[len(old) :] if path == old or path.startswith(f"{old}.") else path
@@ -179,9 +189,16 @@ def _check_order(graph: Graph, prefix: str) -> None:
         seen.add(op.name)
 
 
-def _not_equal(prefix: str) -> CaptureError:
-    return CaptureError(
+def _not_equal(prefix: str) -> LayersDifferError:
+    return LayersDifferError(
         f"the layers of {prefix} differ, so that a few of them do not stand for all; capture the model at full depth"
+    )
+
+
+def _constant(prefix: str) -> CaptureError:
+    return CaptureError(
+        f"the layers of {prefix} read constants, whose values may differ, so that a few of them do not stand for all; "
+        "capture the model at full depth"
     )
 
 

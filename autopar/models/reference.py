@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,7 @@ from torch import nn
 from autopar.errors import AutoparError, UsageError
 from autopar.models import hf, zoo
 from autopar.models.settings import parse_setting
-from autopar.models.shallow import FEW, WORTH, Shallow, shallow
+from autopar.models.shallow import Shallow, ShorterModels
 from autopar.suggest import did_you_mean
 
 _FORMS = "path/to/file.py:factory, package.module:factory, zoo:NAME, or hf:MODEL_TYPE"
@@ -39,8 +38,8 @@ class ModelRef:
     tokens_per_step: int | None
     """Tokens of the global batch, where the model reads tokens."""
 
-    shallow: Shallow | None = None
-    """A model with few layers that stands for this one in planning."""
+    shallow: Iterable[Shallow] = ()
+    """Models with few layers, each made when it is asked for, of which the first that can stands for this one."""
 
 
 def resolve(
@@ -66,13 +65,7 @@ def resolve(
             raise UsageError(f"{name} {value} is no positive number")
     if head == "zoo":
         model, inputs, tokens = zoo.build(tail, batch=batch, seq=seq, overrides=settings)
-        few = zoo.settings_of(tail, settings)
-        layers = getattr(few, "layers", 0)
-        alike = None
-        if layers >= WORTH:
-            less, _, _ = zoo.build(tail, batch=batch, seq=seq, overrides={**settings, "layers": str(FEW)})
-            alike = shallow(model, less)
-        return ModelRef(reference, model, inputs, tokens, alike)
+        return ModelRef(reference, model, inputs, tokens, zoo.shorter_models(model, inputs, tail, settings))
     if head == "hf":
         return _hf(reference, tail, batch, seq, settings)
     return _factory(reference, head, tail, {"batch": batch, "seq": seq}, settings)
@@ -92,27 +85,14 @@ def _hf(reference: str, source: str, batch: int | None, seq: int | None, overrid
     specs = hf.inputs(model, batch, seq)
     inputs: dict[str, Any] = {name: spec.meta() for name, spec in specs.items()}
     ids = specs.get("input_ids")
+    inputs |= hf.plain_arguments(model)
     return ModelRef(
         reference,
         model,
-        inputs | hf.plain_arguments(model),
+        inputs,
         ids.shape[0] * ids.shape[1] if ids is not None else None,
-        _fewer(model, config),
+        ShorterModels(model, inputs, config, hf.build),
     )
-
-
-def _fewer(model: nn.Module, config: Any) -> Shallow | None:
-    """Return the same model of transformers with fewer layers, where all its layers are equal."""
-    layers = getattr(config, "num_hidden_layers", None)
-    if not isinstance(layers, int) or layers < WORTH:
-        return None
-    less = copy.deepcopy(config)
-    try:
-        less.num_hidden_layers = FEW
-        few = hf.build(less)
-    except Exception:  # noqa: BLE001 - a configuration that does not stand being changed: the whole model is captured
-        return None
-    return shallow(model, few)
 
 
 def _is_offered(name: str, found: Any) -> bool:

@@ -57,7 +57,7 @@ _captured = cache(lambda _shallow, key: _graph(*key))
 
 @pytest.fixture(autouse=True)
 def _captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validating, "_graph", lambda *key: _captured(validating.SHALLOW, key))
+    monkeypatch.setattr(validating, "_graph", lambda *key: _captured(validating.FEW, key))
 
 
 def _priced(**change: str) -> Estimates:
@@ -68,7 +68,7 @@ def _priced(**change: str) -> Estimates:
 def test_a_few_layers_repeated_cost_what_all_of_them_captured_cost(way: str, monkeypatch: pytest.MonkeyPatch):
     repeated = _priced(**WAYS[way])
     validating._recomputed.cache_clear()
-    monkeypatch.setattr(validating, "SHALLOW", 6)
+    monkeypatch.setattr(validating, "FEW", 6)
 
     captured = _priced(**WAYS[way])
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from autopar.ir.repetition import FEW, Repetition
 from autopar.models import resolve
-from autopar.models.shallow import FEW, shallow
+from autopar.models.shallow import shallow
 
 
 class Block(nn.Module):
@@ -29,11 +30,13 @@ def _plain(count: int) -> Net:
     return Net(*(Block(at) for at in range(count)))
 
 
-def test_equal_layers_are_found_whatever_their_numbers():
-    found = shallow(_plain(10), _plain(FEW))
+def _found(deep: Net, few: Net) -> dict[str, Repetition] | None:
+    found = shallow(deep, few, {"blocks": Repetition(10)})
+    return dict(found.rows) if found else None
 
-    assert found is not None
-    assert found.rows == {"blocks": 10}
+
+def test_equal_layers_are_found_whatever_their_numbers():
+    assert _found(_plain(10), _plain(FEW)) == {"blocks": Repetition(10)}
 
 
 @pytest.mark.parametrize(
@@ -48,19 +51,47 @@ def test_equal_layers_are_found_whatever_their_numbers():
     ids=["another scale", "another layer", "another head", "too few", "none fewer"],
 )
 def test_whatever_else_differs_is_no_stand_in(few: Net):
-    assert shallow(_plain(10), few) is None
+    assert _found(_plain(10), few) is None
 
 
 def test_one_deep_layer_that_differs_is_seen():
-    deep = Net(*(Block(at, scale=2.0 if at == 7 else 1.0) for at in range(10)))
+    deep = Net(*(Block(at, scale=2.0 if at == 2 else 1.0) for at in range(10)))
 
-    assert shallow(deep, _plain(FEW)) is None
+    assert _found(deep, _plain(FEW)) is None
 
 
-def test_references_have_one_where_layers_are_equal():
-    found = resolve("zoo:gpt-tiny", overrides={"layers": "9"})
-    alternating = resolve("hf:gemma2", overrides={"num_hidden_layers": "9"})
+@pytest.mark.parametrize(
+    ("reference", "overrides", "rows"),
+    [
+        ("zoo:gpt-tiny", {"layers": "9"}, {"blocks": Repetition(9)}),
+        ("hf:llama", {"num_hidden_layers": "9"}, {"model.layers": Repetition(9)}),
+        ("hf:gemma2", {"num_hidden_layers": "11"}, {"model.layers": Repetition(5, period=2, behind=1)}),
+        ("hf:gemma3_text", {"num_hidden_layers": "26"}, {"model.layers": Repetition(4, period=6, behind=2)}),
+        ("hf:deepseek_v3", {"num_hidden_layers": "12"}, {"model.layers": Repetition(9, before=3)}),
+        (
+            "hf:t5",
+            {"num_layers": "9", "num_decoder_layers": "8"},
+            {"encoder.block": Repetition(8, before=1), "decoder.block": Repetition(7, before=1)},
+        ),
+    ],
+)
+def test_models_have_shorter_ones_where_their_layers_repeat(
+    reference: str, overrides: dict[str, str], rows: dict[str, Repetition]
+):
+    found = resolve(reference, overrides=overrides).shallow
 
-    assert found.shallow is not None
-    assert found.shallow.rows == {"blocks": 9}
-    assert alternating.shallow is None
+    wider = {path: row.with_margins() for path, row in rows.items() if row.with_margins().more > 0}
+    assert [each.rows for each in found] == [each for each in (rows, wider) if each]
+    assert [each.rows for each in found] == [each for each in (rows, wider) if each], "asked again"
+
+
+def test_towers_of_a_model_are_shortened_each_for_itself():
+    found = next(iter(resolve("hf:llava").shallow))
+
+    assert {path.rpartition(".")[2]: row.layers for path, row in found.rows.items()} == {"layers": 32}
+    assert len(found.rows) == 2
+
+
+def test_models_whose_layers_do_not_repeat_have_none():
+    assert list(resolve("zoo:gpt-tiny", overrides={"layers": "3"}).shallow) == []
+    assert list(resolve("zoo:mlp").shallow) == []

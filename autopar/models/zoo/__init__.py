@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.models.settings import parse_setting
+from autopar.models.shallow import ShorterModels
 from autopar.models.zoo.bert import BertSettings
 from autopar.models.zoo.gpt import GptSettings
 from autopar.models.zoo.llama import LlamaSettings
@@ -203,6 +205,17 @@ def build(
             f"positions={length}"
         )
     with torch.device("meta"):
-        model = settings.model()
         inputs = settings.inputs(size, length)
-    return model.train(), inputs, size * length if settings.default_seq else None
+    return _model(settings), inputs, size * length if settings.default_seq else None
+
+
+def shorter_models(model: nn.Module, inputs: Any, name: str, overrides: Mapping[str, str]) -> ShorterModels:
+    """Return models with few layers that may stand for the named one."""
+    settings: Any = settings_of(name, overrides)
+    plain = SimpleNamespace(**{field.name: getattr(settings, field.name) for field in fields(settings)})
+    return ShorterModels(model, inputs, plain, lambda less: _model(type(settings)(**vars(less))))
+
+
+def _model(settings: Settings) -> nn.Module:
+    with torch.device("meta"):
+        return settings.model().train()
