@@ -29,15 +29,17 @@ def user_line(stack_trace: str) -> str:
 
     Frames of torch and of this package never count; those of a model library's helpers only if nothing else is there.
     """
-    frames = [
-        (file, line)
-        for file, line in _FRAME.findall(stack_trace)
-        if not file.startswith((_TORCH, _HERE)) and not file.startswith("<")
-    ]
+    frames = [(file, line) for file, line in _FRAME.findall(stack_trace) if not _is_inside(file)]
     own = [each for each in frames if not _is_helper(each[0])]
     for file, line in reversed(own or frames):
         return f"{_shown(file)}:{line}"
     return ""
+
+
+@lru_cache(maxsize=1 << 10)
+def _is_inside(file: str) -> bool:
+    """Return whether a file is of torch or of this package, wherever links lead to it, or none."""
+    return file.startswith("<") or str(Path(file).resolve()).startswith((_TORCH, _HERE))
 
 
 @lru_cache(maxsize=1 << 10)

@@ -178,7 +178,7 @@ def test_estimates_know_that_ranks_cast_their_shards_and_multiply_with_their_own
     """Counted whole for each rank, casts and experts' weights are a third of a step that does neither."""
     with torch.device("meta"):
         model = WIDE_MIXTURE.model()
-    graph = program_of(model, None, WIDE_MIXTURE.inputs(64, 64), "bf16")
+    graph = program_of(model, (), WIDE_MIXTURE.inputs(64, 64), "bf16")
     options = PlanOptions.parse(memory_margin=0.0, gap=0.0, precision="bf16")
     solving = Solving(graph, ClusterSpec.parse("h100-sxm-80gb:8"), options)
     found = Estimates(Works(solving, read_wishes(options)), False, lambda: 60.0)

@@ -55,8 +55,8 @@ def test_axes_that_an_operator_divides_by_one_at_a_time_only_are_named():
     )
 
 
-def _mlp(batch: int) -> tuple[object, None, object]:
+def _mlp(batch: int) -> tuple[object, tuple[()], object]:
     from autopar.models import resolve
 
     found = resolve("zoo:mlp", batch=batch, overrides={"hidden": "64"})
-    return found.model, None, found.example_inputs
+    return found.model, (), found.example_inputs
