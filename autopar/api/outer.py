@@ -28,6 +28,9 @@ from autopar.search.trials import Recompute, Trial, near_sizes
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
 
+_WHOLE = 0.5
+"""Share of the time for trials, at most, that the whole program's have while others wait and there is a plan."""
+
 _CLIMBED = 4
 """Trials at most with micro-batches of about the size of the best plan's."""
 
@@ -42,15 +45,20 @@ class Outer:
     standing: Standing
     progress: Progress
     interrupted: bool = field(init=False, default=False)
+    _waiting: list[Turn] = field(init=False, default_factory=list)
+    """Meshes of the whole program that wait until other trials had their time."""
+
     _failed: Counter[bool] = field(init=False, default_factory=Counter)
     """How many trials with stages, and without, turned out not to fit."""
 
     def run(self, whole: Sequence[Trial], others: Sequence[Trial]) -> None:
         """Fill `solved`: the whole program's trials first."""
         try:
-            self._best_first(whole, f"bound {len(whole)} meshes", len(whole))
+            for_others_s = (1.0 - _WHOLE) * self.standing.left_to_try_s if others else -inf
+            self._best_first(whole, f"bound {len(whole)} meshes", len(whole), kept_s=for_others_s)
             if others:
                 self._run_others(others)
+                self._best_first((), "go on with the whole program", len(whole), waiting=self._waiting)
             if self.standing.mixes:
                 self._lighten()
             if others:
@@ -126,17 +134,30 @@ class Outer:
                 return found
         return None
 
-    def _best_first(self, trials: Sequence[Trial], phase: str, most: int, *, doubting: bool = True) -> tuple[int, int]:
-        """Relax and solve trials, what promises most first; return how many of each.
+    def _best_first(
+        self,
+        trials: Sequence[Trial],
+        phase: str,
+        most: int,
+        *,
+        doubting: bool = True,
+        kept_s: float = -inf,
+        waiting: Sequence[Turn] = (),
+    ) -> tuple[int, int]:
+        """Relax and solve trials, and those `waiting`, what promises most first; return how many of each.
 
         A trial's turn to be relaxed comes by its estimate, that to be solved by its bound, if that is larger. So a good
         plan that is found early spares the others both; and plans show by how much estimates of their kind are off.
-        `doubting`: what only estimates are against is given up, too.
+        `doubting`: what only estimates are against is given up, too. With a plan, and `kept_s` of the time left for
+        trials, the rest waits.
         """
-        heap: list[Turn] = [(0.0, place, trial) for place, trial in enumerate(trials)]
+        heap: list[Turn] = [*waiting, *((0.0, place, trial) for place, trial in enumerate(trials))]
         relaxed = solutions = 0
         try:
             while heap:
+                if self.standing.best is not None and self.standing.left_to_try_s < kept_s:
+                    self._waiting = heap
+                    break
                 heap = [(self.standing.turn_s(one), place, one) for _, place, one in heap]
                 turn = next_turn(
                     heap,
@@ -147,7 +168,8 @@ class Outer:
                 )
                 _, place, one = turn
                 if isinstance(one, Waiting):
-                    solutions += self._solve(one, most - solutions, len(heap), len(trials), doubting=doubting)
+                    total = len(trials) or len(waiting)
+                    solutions += self._solve(one, most - solutions, len(heap), total, doubting=doubting)
                     self._failed[is_staged(turn)] += self.standing.best is None
                 elif one in self.standing.likely and (
                     self.standing.left_to_try_s <= 0
@@ -159,7 +181,7 @@ class Outer:
                     self.progress.phase(phase)
                     found = self.standing.relax(one, AT_MOST if len(heap) > 1 else 1.0)
                     relaxed += 1
-                    self.progress.update(done=relaxed, total=len(trials))
+                    self.progress.update(done=relaxed, total=len(trials) or len(waiting))
                     if found is not None:
                         heap.append((found.bound_s, place, found))
                     else:
@@ -167,8 +189,8 @@ class Outer:
                 heap.remove(turn)
         except KeyboardInterrupt:
             known = {one.trial for one in self.standing.solved}
-            waiting = (one for _, _, one in heap if isinstance(one, Waiting) and one.trial not in known)
-            self.standing.solved += [interrupted(each.trial, each.bound_s) for each in waiting]
+            bounded = (one for _, _, one in heap if isinstance(one, Waiting) and one.trial not in known)
+            self.standing.solved += [interrupted(each.trial, each.bound_s) for each in bounded]
             raise
         return relaxed, solutions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
@@ -24,8 +25,8 @@ _Like = tuple[Alone, bool, bool]
 """Meshes on which these take about as long: ranks that share each sample, whether they leave their node, and whether
 there are several micro-batches, of which one alone can hide them."""
 
-_BOUNDED = 400
-"""Trials at most whose blocks are bounded as a fluid."""
+_BOUNDED = 1000
+"""Times at most that the weakest bound is looked at."""
 
 
 def prove_lighter(standing: Standing) -> None:
@@ -50,8 +51,11 @@ def _relax_plain(standing: Standing, trial: Trial) -> None:
 
 
 def prove(standing: Standing) -> None:
-    """Bound, as a fluid, the trials that leave the most room below the best plan; relax where that says nothing."""
-    proven: set[Trial] = set()
+    """Bound, as a fluid, the trials that leave the most room below the best plan; relax where that says nothing.
+
+    Fluids take hundredths of a second and relaxations seconds: nothing is relaxed until the weakest bound is a fluid's.
+    """
+    looked: Counter[Trial] = Counter()
     relaxed = 0
     added: dict[_Like, float] = {}
     for _ in range(_BOUNDED):
@@ -61,12 +65,12 @@ def prove(standing: Standing) -> None:
         least = min(left, key=lambda each: each.solution.bound_s, default=None)
         if least is None or standing.left_to_prove_s <= 0 or standing.is_good(least.solution.bound_s):
             return
-        again = least.trial in proven
-        fluid_s = standing.fluid_of(least.trial).step_s
+        times = looked[least.trial]
+        fluid_s = _fluid_s(standing, least)
         unknown = fluid_s == 0.0 and standing.is_open(least)
         bound_s = max(fluid_s, _known_s(standing, least))
-        if not standing.is_good(bound_s) and relaxed < _MESHES:
-            whole = _whole(standing, least.trial, () if again else left)
+        if times and not standing.is_good(bound_s) and relaxed < _MESHES:
+            whole = _whole(standing, least.trial, left if times == 1 else ())
             if unknown and without(least.trial) not in standing.free_s:
                 _relax_plain(standing, least.trial)
                 relaxed += 1
@@ -79,15 +83,24 @@ def prove(standing: Standing) -> None:
                     _relax_plain(standing, whole)
                     relaxed += 1
                     added[kind] = max(added.get(kind, 0.0), _collectives_s(standing, whole))
-        proven.add(least.trial)
+        looked[least.trial] += 1
         bound_s = max(bound_s, _known_s(standing, least))
-        if again and bound_s <= least.solution.bound_s:
+        if times > 1 and bound_s <= least.solution.bound_s:
             return
         if least.outcome is None and bound_s == inf:
             found = ruled_out(least.trial, inf)
             least.solution, least.why_not = found.solution, found.why_not
         elif bound_s > least.solution.bound_s:
             least.solution = replace(least.solution, bound_s=min(bound_s, least.step_s))
+
+
+def _fluid_s(standing: Standing, one: Solved) -> float:
+    """Return a trial's bound as a fluid: where that is enough, that of recomputing any of it in place of none."""
+    if standing.mixes and one.trial.recompute == "none":
+        any_way_s = standing.fluid_of(replace(one.trial, recompute="full")).step_s
+        if standing.is_good(any_way_s):
+            return any_way_s
+    return standing.fluid_of(one.trial).step_s
 
 
 def raise_bounds(standing: Standing) -> None:

@@ -60,6 +60,7 @@ def solve_program(program: Ilp, limits: Limits) -> Solution:
 
     relaxation = program.relaxation(limits)
     ties, proven_s = False, 0.0
+    fits: Solution | None = None
     while True:
         for _ in range(_NEAR_ROUNDS):
             near = program.near(relaxation, left(), ties=ties, start=start)
@@ -74,16 +75,18 @@ def solve_program(program: Ilp, limits: Limits) -> Solution:
                 open_s = found.objective_s - found.bound_s
                 if found.status != "gap" or open_s <= limits.gap * found.objective_s:
                     return replace(found, peak_bytes=held)
-                start = values
+                start, fits = values, replace(found, peak_bytes=held)
                 break
             if found.status == "interrupted":
                 return Solution("interrupted", (), np.inf, found.bound_s)
             if program.has_memory_row(peak):
                 break
             program.bound_memory(relaxation, table.memory_row(peak), limits.memory_bytes)
+        if fits is not None and left().seconds <= 0:
+            return replace(fits, status="time_limit")
         found, start = program.solve(left(), start), None
         if not found.options:
-            return found
+            return found if fits is None or found.status != "time_limit" else replace(fits, status="time_limit")
         peak, held = peak_of(found)
         if held <= limits.memory_bytes:
             return replace(found, peak_bytes=held)

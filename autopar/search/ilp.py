@@ -39,6 +39,9 @@ _UNUSED = 1e-9
 _TIED = 1e-9
 """Share of the relaxation's objective that an option adds at most which it could as well have taken."""
 
+_SHORTEST_S, _CLOCK, _GRACE_S = 0.1, 2.0, 0.5
+"""Seconds of computing that a solver gets at least, and the time of the clock it gets: so many of them, and some."""
+
 Status = Literal["optimal", "gap", "time_limit", "infeasible", "cutoff", "interrupted"]
 
 _Ended = Literal["itself", "time_limit", "interrupted"]
@@ -318,6 +321,8 @@ class Ilp:
         if ties:
             out &= np.array(relaxed.col_dual) > _TIED * abs(bound)
         unused = np.flatnonzero(out).astype(np.int32)
+        if time.process_time() > until_s:
+            return None
         solver = self._solver(limits)
         if start is not None:
             solver.setSolution(start)
@@ -435,14 +440,18 @@ def _run(solver: Any, seconds: float) -> _Ended:
     HiGHS runs in a thread beside, because Python sees a signal only between two calls into C, and because its own
     limit is of the clock: where others compute, too, it would end searches that have hardly begun.
     """
-    until_s = time.process_time() + max(seconds, 0.1)
+    seconds = max(seconds, _SHORTEST_S)
+    until_s = time.process_time() + seconds
+    # Told to stop, HiGHS goes on until it has solved the relaxation at the root; of its own clock it thinks sooner.
+    solver.setOptionValue("time_limit", solver.getRunTime() + _CLOCK * seconds + _GRACE_S)
     solver.HandleUserInterrupt = True
     solver.startSolve()
     ended: _Ended = "itself"
     while True:
         try:
             if solver.wait(0.1)[0]:
-                return ended
+                late = solver.getModelStatus() == highspy.HighsModelStatus.kTimeLimit
+                return "time_limit" if late and ended == "itself" else ended
             if ended == "itself" and time.process_time() > until_s:
                 ended = "time_limit"
                 solver.cancelSolve()

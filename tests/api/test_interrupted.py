@@ -65,6 +65,15 @@ def test_ctrl_c_reaches_the_solver_that_runs_beside():
         def startSolve(self) -> None:  # noqa: N802 - HiGHS's name
             self.waits = iter([KeyboardInterrupt, (False, None), KeyboardInterrupt, (True, None)])
 
+        def setOptionValue(self, *_: object) -> None:  # noqa: N802 - HiGHS's name
+            pass
+
+        def getRunTime(self) -> float:  # noqa: N802 - HiGHS's name
+            return 0.0
+
+        def getModelStatus(self) -> None:  # noqa: N802 - HiGHS's name
+            return None
+
         def cancelSolve(self) -> None:  # noqa: N802 - HiGHS's name
             self.told += 1
 

@@ -441,3 +441,32 @@ def test_what_takes_too_long_to_relax_leaves_time_for_others_and_is_solved_last(
     search._best_first([slow, quick], "bound", 2)
 
     assert done == [pytest.approx(160.0), pytest.approx(160.0), quick, slow]
+
+
+@pytest.mark.parametrize(("taken_s", "order"), [(100.0, [0, 1, "others"]), (500.0, [0, "others", 1])])
+def test_with_a_plan_the_whole_program_leaves_half_of_the_time_to_others(
+    taken_s: float, order: list[object], monkeypatch: pytest.MonkeyPatch
+):
+    """Of 800 s for trials; what waited is solved in the end."""
+    clock, done = [0.0], []
+    monkeypatch.setattr("time.process_time", lambda: clock[0])
+    search = outer(time_limit=1000)
+    search.standing.started = 0.0
+    trials = [Trial((MeshAxis(role, 4),)) for role in ("dp_shard", "tp")]
+
+    def solve(one: Waiting, *_: object) -> Solved:
+        clock[0] += taken_s
+        done.append(trials.index(one.trial))
+        return Solved(one.trial, Solution("gap", (0,), 1.0, one.bound_s), Mock(), 1.0)
+
+    search.standing.solving = Mock(wraps=search.standing.solving)
+    search.standing.solving.options = PlanOptions.parse(time_limit=1000)
+    search.standing.solving.bound = lambda trial, *_: Waiting(trial, Mock(), Mock(), Mock(), 0.5, 0.0)
+    search.standing.solving.solve = solve
+    search._run_others = lambda _: done.append("others")  # type: ignore[method-assign]
+    search._lighten = lambda: None  # type: ignore[method-assign]
+    monkeypatch.setattr("autopar.api.outer.prove", lambda _: None)
+
+    search.run(trials, [Trial((MeshAxis("microbatch", 2), MeshAxis("tp", 4)))])
+
+    assert done == order

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import highspy
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -266,6 +267,17 @@ class Stalled:
     def __init__(self, clock: list[float], computes_s: float) -> None:
         self.clock, self.left, self.cancelled = clock, 5, False
         self.computes_s = computes_s / self.left
+        self.options: dict[str, float] = {}
+
+    def setOptionValue(self, name: str, value: float) -> None:  # noqa: N802
+        self.options[name] = value
+
+    def getRunTime(self) -> float:  # noqa: N802
+        return 7.0
+
+    def getModelStatus(self) -> highspy.HighsModelStatus:  # noqa: N802
+        late = self.clock[0] > self.options["time_limit"] - self.getRunTime()
+        return highspy.HighsModelStatus.kTimeLimit if late else highspy.HighsModelStatus.kOptimal
 
     def startSolve(self) -> None:  # noqa: N802
         pass
@@ -285,6 +297,26 @@ def test_what_a_solve_may_take_is_computing_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("autopar.search.ilp.time.process_time", lambda: clock[0])
 
     assert _run(Stalled(clock, computes_s), seconds=1.0) == ended
+
+
+def test_a_solver_that_does_not_listen_ends_by_its_own_clock(monkeypatch: pytest.MonkeyPatch):
+    """HiGHS hears nobody while it solves the relaxation at the root: there it ends itself, which is no solution."""
+    clock = [0.0]
+    monkeypatch.setattr("autopar.search.ilp.time.process_time", lambda: 0.0)
+    deaf = Stalled(clock, computes_s=20.0)
+
+    assert _run(deaf, seconds=1.0) == "time_limit"
+    assert 1.0 < deaf.options["time_limit"] - deaf.getRunTime() < 5.0
+
+
+def test_without_time_left_nothing_near_a_relaxation_is_searched_for(monkeypatch: pytest.MonkeyPatch):
+    program, limits = Ilp(make_table(np.random.default_rng(1), 6, 6)), Limits(memory_bytes=np.inf)
+    monkeypatch.setattr(highspy.Highs, "setSolution", lambda *_: pytest.fail("a start was given"))
+    relaxation = program.relaxation(limits)
+    start = program.near(relaxation, limits)
+
+    assert start is not None
+    assert program.near(relaxation, replace(limits, seconds=-1.0), start=start[1]) is None
 
 
 def test_an_interrupted_relaxation_interrupts_the_search(monkeypatch: pytest.MonkeyPatch):
