@@ -49,8 +49,10 @@ def proofs(spec: ClusterSpec, program: Captured = CAPTURED) -> Proofs:
 @pytest.mark.parametrize(
     ("memory", "bandwidth"), [("16 GiB", "100 Gbit/s"), ("2 MiB", "100 Gbit/s"), ("16 GiB", "1 Mbit/s")]
 )
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(("depth", "microbatches"), [(1, 4), (2, 4)])
+@pytest.mark.parametrize(
+    ("depth", "microbatches", "recompute"),
+    [pytest.param(1, 4, "none", marks=pytest.mark.slow), (1, 4, "full"), (2, 4, "none"), (2, 4, "full")],
+)
 def test_no_plan_of_a_trial_beats_its_bound(
     depth: int, microbatches: int, recompute: Uniform, memory: str, bandwidth: str
 ):

@@ -135,7 +135,7 @@ def test_gradients_that_are_cast_are_reduced_behind_computation_in_the_type_aske
     assert all(each.overlapped for each in sums)
 
 
-@pytest.mark.parametrize("batch", [64, 1024])
+@pytest.mark.parametrize("batch", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_no_way_to_run_convolutions_in_16_bits_beats_the_bound_of_the_free_search(batch: int):
     free = convolved(batch)
     ways = [{"dp_replicate": 4}, {"dp_shard": 4}, {"dp_shard": 4, "zero": 3}, {"tp": 4}, {"dp_replicate": 2, "tp": 2}]

@@ -129,8 +129,14 @@ def free_plan(memory: str) -> tuple[ClusterSpec, autopar.Plan]:
     return spec, planned(spec, *EVEN)
 
 
-@pytest.mark.parametrize("microbatch", [4, 32])
-@pytest.mark.parametrize("memory", ["4 GiB", "6 MiB"])
+@pytest.mark.parametrize(
+    ("memory", "microbatch"),
+    [
+        ("4 GiB", 4),
+        ("6 MiB", 32),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("4 GiB", 32), ("6 MiB", 4)]),
+    ],
+)
 def test_no_plan_on_unlike_devices_beats_what_is_proven_of_all(memory: str, microbatch: int):
     spec, free = free_plan(memory)
 
