@@ -48,6 +48,9 @@ class Outer:
     _waiting: list[Turn] = field(init=False, default_factory=list)
     """Meshes of the whole program that wait until other trials had their time."""
 
+    _others_wait: bool = field(init=False, default=False)
+    """Whether trials that are not the whole program have yet to have their time."""
+
     _failed: Counter[bool] = field(init=False, default_factory=Counter)
     """How many trials with stages, and without, turned out not to fit."""
 
@@ -55,7 +58,9 @@ class Outer:
         """Fill `solved`: the whole program's trials first."""
         try:
             for_others_s = (1.0 - _WHOLE) * self.standing.left_to_try_s if others else -inf
+            self._others_wait = bool(others)
             self._best_first(whole, f"bound {len(whole)} meshes", len(whole), kept_s=for_others_s)
+            self._others_wait = False
             if others:
                 self._run_others(others)
                 self._best_first((), "go on with the whole program", len(whole), waiting=self._waiting)
@@ -206,7 +211,7 @@ class Outer:
                 self.standing.left.add(one.trial)
             return False
         self.progress.phase(f"solve {left} of {len(self.standing.solved) + left}, best bound first")
-        alone = one.ended and (self.standing.best is None or left == 1)
+        alone = one.ended and (self.standing.best is None or (left == 1 and not self._others_wait))
         room_s = self.standing.left_to_try_s * (1.0 if alone else AT_MOST)
         found = self.standing.solving.solve(one, self.standing.wishes, self._ways(one.trial), beaten_s, room_s)
         self.standing.solved.append(found)

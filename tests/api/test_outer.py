@@ -443,20 +443,23 @@ def test_what_takes_too_long_to_relax_leaves_time_for_others_and_is_solved_last(
     assert done == [pytest.approx(160.0), pytest.approx(160.0), quick, slow]
 
 
-@pytest.mark.parametrize(("taken_s", "order"), [(100.0, [0, 1, "others"]), (500.0, [0, "others", 1])])
+@pytest.mark.parametrize(
+    ("taken_s", "order", "last_room_s"), [(100.0, [0, 1, "others"], 0.2 * 700), (500.0, [0, "others", 1], 300)]
+)
 def test_with_a_plan_the_whole_program_leaves_half_of_the_time_to_others(
-    taken_s: float, order: list[object], monkeypatch: pytest.MonkeyPatch
+    taken_s: float, order: list[object], last_room_s: float, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of 800 s for trials; what waited is solved in the end."""
-    clock, done = [0.0], []
+    """Of 800 s for trials; what waited is solved in the end, and only then may the last one take what is left."""
+    clock, done, rooms = [0.0], [], []
     monkeypatch.setattr("time.process_time", lambda: clock[0])
     search = outer(time_limit=1000)
     search.standing.started = 0.0
     trials = [Trial((MeshAxis(role, 4),)) for role in ("dp_shard", "tp")]
 
-    def solve(one: Waiting, *_: object) -> Solved:
+    def solve(one: Waiting, *more: object) -> Solved:
         clock[0] += taken_s
         done.append(trials.index(one.trial))
+        rooms.append(more[-1])
         return Solved(one.trial, Solution("gap", (0,), 1.0, one.bound_s), Mock(), 1.0)
 
     search.standing.solving = Mock(wraps=search.standing.solving)
@@ -470,3 +473,4 @@ def test_with_a_plan_the_whole_program_leaves_half_of_the_time_to_others(
     search.run(trials, [Trial((MeshAxis("microbatch", 2), MeshAxis("tp", 4)))])
 
     assert done == order
+    assert rooms[-1] == pytest.approx(last_room_s)
