@@ -8,6 +8,8 @@ those of a deep model must be those of the short one with the layers between rep
 from __future__ import annotations
 
 import copy
+import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,7 +57,7 @@ def layer_work(model: nn.Module, inputs: Any, rows: Mapping[str, Repetition]) ->
     try:
         own = copy.deepcopy(model)  # forward may leave something in a module
         noting = _Noting()
-        with _telling_layers(own, rows, noting), torch.no_grad(), noting:
+        with _unnoticed(), _telling_layers(own, rows, noting), torch.no_grad(), noting:
             own(**inputs) if isinstance(inputs, Mapping) else own(*inputs)
     except Exception:  # noqa: BLE001 - the model's own Python, on tensors that have no values
         return None
@@ -122,6 +124,19 @@ def _without_values(func: Any, args: Any, kwargs: Any) -> Any:
         short = [each.bfloat16() if _is(each) and each.is_floating_point() else each for each in args]
         return func(*short, **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Leave no warning, no line in a log, and the random numbers of others as they are."""
+    below = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(below)
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -107,6 +110,27 @@ def test_layers_that_only_follow_each_other_do_the_same(kind: type[Plain]):
 @pytest.mark.parametrize("kind", [FirstToAll, ByNumber, ByPlace, FarBack])
 def test_layers_told_apart_by_their_number_do_not(kind: type[Plain]):
     assert _same(kind) is False
+
+
+class Loud(Plain):
+    """Warns, logs and draws."""
+
+    def loss(self, states: list[torch.Tensor]) -> torch.Tensor:
+        warnings.warn("of forward", stacklevel=1)
+        logging.getLogger("loud").warning("of forward")
+        return states[-1].sum() * torch.rand(())
+
+
+def test_nobody_notices_that_forward_ran(caplog: pytest.LogCaptureFixture):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+
+    assert _same(Loud) is True
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not caplog.records
+    logging.getLogger("loud").warning("of ours")
+    assert len(caplog.records) == 1
 
 
 def test_what_takes_values_to_say_is_not_said():
