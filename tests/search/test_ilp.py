@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autopar.costs.timing import hidden_at_ends_s, pairs, timing
 from autopar.ir.table import CostTable, Demand, Floats, Group, MemoryRow, Node
 from autopar.search.fitting import smallest_peak, solve
-from autopar.search.ilp import Ilp, Limits, Solution, _run
+from autopar.search.ilp import Ilp, Limits, Solution, _run, memory_curve
 
 FORWARD, SEGMENTS, POSITIONS = 2, 4, 3
 
@@ -187,6 +187,34 @@ def test_whole_programs_are_solved_only_for_what_is_not_near_their_relaxation(
     assert found.peak_bytes <= budget
     assert found.bound_s <= exhaustive(table, budget) * (1 + 1e-6) <= found.objective_s * (1 + 2e-6)
     assert found.objective_s - found.bound_s <= gap * found.objective_s + 1e-6
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["found nothing in time", "had no time"])
+def test_what_fits_near_the_relaxation_is_kept_where_time_ends(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """The first table of those above: an assignment near the relaxation fits, and is not as good as that."""
+    table, clock = make_table(np.random.default_rng(2), 8, 8), [0.0]
+    monkeypatch.setattr("autopar.search.fitting.time.process_time", lambda: clock[0])
+    near = Ilp.near
+
+    def found_near(program: Ilp, *given: Any, **how: Any) -> Any:
+        found = near(program, *given, **how)
+        if late and found and memory_curve(table, found[0].options, program.copies(found[0].options)).max() <= 7.0:
+            clock[0] = 61.0
+        return found
+
+    def whole(*_: object) -> Solution:
+        assert not late
+        return Solution("time_limit", (), np.inf, 0.0)
+
+    monkeypatch.setattr(Ilp, "near", found_near)
+    monkeypatch.setattr(Ilp, "solve", whole)
+
+    found = solve(table, Limits(memory_bytes=7.0, gap=0.0, seconds=60.0))
+
+    assert found.status == "time_limit"
+    assert found.options
+    assert found.peak_bytes <= 7.0
+    assert found.bound_s < found.objective_s
 
 
 @settings(max_examples=120, deadline=None)
