@@ -1,12 +1,13 @@
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from cost_models.errors import CostModelError
 from cost_models.published import Priced, collective_hops, price_collective, price_matmul, read_collective
-from cost_models.validation import Skipped, ValidationError, rank_correlation, validate
+from cost_models.training_rows import read_training_row
+from cost_models.validation import Row, Skipped, ValidationError, rank_correlation, validate
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 SHARED_COLUMNS = "source,hardware,nodes,gpus,op,bytes,algbw,busbw,notes"
@@ -277,3 +278,19 @@ def test_tables_of_runs_name_devices_degrees_and_batches_in_more_ways(tmp_path):
             "micro_batch": "4", "gradient_accumulation": "8", "precision": "bf16",
         }
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("training_steps*.csv")), ids=lambda each: each.stem)
+def test_each_row_of_the_tables_that_travel_with_us_is_read(path: Path):
+    given: list[Row] = []
+
+    def priced(rows: Sequence[Row]) -> list[Priced | Skipped]:
+        given.extend(rows)
+        return []
+
+    found = validate(path, priced)
+
+    assert not found.skipped
+    assert len(given) == len(path.read_text().splitlines()) - 1
+    for _, row in given:
+        read_training_row(row)
