@@ -35,9 +35,10 @@ from autopar.runtime.attributes import attributes_as
 from autopar.runtime.checkpoints import keep_optimizer_states
 from autopar.runtime.clipping import see_all_stages
 from autopar.runtime.compiled_class import PREPARED
+from autopar.runtime.copying import copy_tree, without_own_calls
 from autopar.runtime.errors import compiled_already
 from autopar.runtime.executable import compile_graph
-from autopar.runtime.module import copy_tree, runner_of, without_own_calls
+from autopar.runtime.module import runner_of
 from autopar.runtime.optimizers import try_optimizers
 from autopar.runtime.pipeline_ranks import PipelineRanks
 from autopar.runtime.profiling import StepProfiler, ranges

@@ -48,9 +48,6 @@ class Outer:
     _waiting: list[Turn] = field(init=False, default_factory=list)
     """Meshes of the whole program that wait until other trials had their time."""
 
-    _others_wait: bool = field(init=False, default=False)
-    """Whether trials that are not the whole program have yet to have their time."""
-
     _failed: Counter[bool] = field(init=False, default_factory=Counter)
     """How many trials with stages, and without, turned out not to fit."""
 
@@ -58,9 +55,7 @@ class Outer:
         """Fill `solved`: the whole program's trials first."""
         try:
             for_others_s = (1.0 - _WHOLE) * self.standing.left_to_try_s if others else -inf
-            self._others_wait = bool(others)
             self._best_first(whole, f"bound {len(whole)} meshes", len(whole), kept_s=for_others_s)
-            self._others_wait = False
             if others:
                 self._run_others(others)
                 self._best_first((), "go on with the whole program", len(whole), waiting=self._waiting)
@@ -157,7 +152,7 @@ class Outer:
         trials, the rest waits.
         """
         heap: list[Turn] = [*waiting, *((0.0, place, trial) for place, trial in enumerate(trials))]
-        relaxed = solutions = 0
+        relaxed, solutions, total = 0, 0, len(heap)
         try:
             while heap:
                 if self.standing.best is not None and self.standing.left_to_try_s < kept_s:
@@ -173,8 +168,9 @@ class Outer:
                 )
                 _, place, one = turn
                 if isinstance(one, Waiting):
-                    total = len(trials) or len(waiting)
-                    solutions += self._solve(one, most - solutions, len(heap), total, doubting=doubting)
+                    solutions += self._solve(
+                        one, most - solutions, len(heap), total, doubting=doubting, others_wait=kept_s > -inf
+                    )
                     self._failed[is_staged(turn)] += self.standing.best is None
                 elif one in self.standing.likely and (
                     self.standing.left_to_try_s <= 0
@@ -186,7 +182,7 @@ class Outer:
                     self.progress.phase(phase)
                     found = self.standing.relax(one, AT_MOST if len(heap) > 1 else 1.0)
                     relaxed += 1
-                    self.progress.update(done=relaxed, total=len(trials) or len(waiting))
+                    self.progress.update(done=relaxed, total=total)
                     if found is not None:
                         heap.append((found.bound_s, place, found))
                     else:
@@ -199,8 +195,13 @@ class Outer:
             raise
         return relaxed, solutions
 
-    def _solve(self, one: Waiting, most: int, left: int, total: int, *, doubting: bool = True) -> bool:
-        """Solve one of the trials left unless it is no better than the best plan; return whether it was solved."""
+    def _solve(
+        self, one: Waiting, most: int, left: int, total: int, *, doubting: bool = True, others_wait: bool = False
+    ) -> bool:
+        """Solve one of the trials left unless it is no better than the best plan; return whether it was solved.
+
+        It may take what is left of the time where there is no plan, or it is the last one and no `others_wait`.
+        """
         if most <= 0:
             self.standing.solved.append(left_out(one.trial, one.bound_s, "not solved: others looked better"))
             return False
@@ -211,7 +212,7 @@ class Outer:
                 self.standing.left.add(one.trial)
             return False
         self.progress.phase(f"solve {left} of {len(self.standing.solved) + left}, best bound first")
-        alone = one.ended and (self.standing.best is None or (left == 1 and not self._others_wait))
+        alone = one.ended and (self.standing.best is None or (left == 1 and not others_wait))
         room_s = self.standing.left_to_try_s * (1.0 if alone else AT_MOST)
         found = self.standing.solving.solve(one, self.standing.wishes, self._ways(one.trial), beaten_s, room_s)
         self.standing.solved.append(found)

@@ -98,9 +98,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, note it, and mark what it made."""
         flat, _ = pytree.tree_flatten((args, kwargs or {}))
-        noted = [
-            _Read((each.shape, each.dtype), getattr(each, _MARK, _OUTSIDE)) if _is(each) else each for each in flat
-        ]
+        noted = [_read(each) if _is(each) else each for each in flat]
         made = _without_values(func, args, kwargs or {})
         for each in filter(_is, pytree.tree_leaves(made)):
             setattr(each, _MARK, self.running[-1])

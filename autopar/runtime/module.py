@@ -6,9 +6,7 @@ import copy
 import functools
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -33,6 +31,7 @@ from autopar.runtime.call_errors import (
     transformed,
 )
 from autopar.runtime.compiled_class import ELSEWHERE, RUNNER, compiled_class, word
+from autopar.runtime.copying import copy_tree, hooks_of, without_own_calls
 from autopar.runtime.errors import dtype_changed, hooks_not_called, module_replaced, not_compiled
 from autopar.runtime.initialising import mark_elsewhere
 from autopar.runtime.optimizer_errors import nothing_trained_here
@@ -191,7 +190,7 @@ class Runner:
         """Note which modules of the model that was planned train, and those whose modes the calls are to have."""
         self._modes = tuple((name, each.training) for name, each in model.named_modules())
         self._held = own_attributes(copied)
-        self._hooks = frozenset(key for each in copied.modules() for key in _hooks(each))
+        self._hooks = frozenset(key for each in copied.modules() for key in hooks_of(each))
         self.watch(copied)
 
     def watch(self, called: nn.Module) -> None:
@@ -235,7 +234,7 @@ class Runner:
     def _check_hooks(self) -> None:
         """Warn of hooks on modules inside the model, which no program calls."""
         alive = zip(self._modes, (each() for each in self._modules), strict=True)
-        hooked = [name for (name, _), each in alive if name and each is not None and _hooks(each) - self._hooks]
+        hooked = [name for (name, _), each in alive if name and each is not None and hooks_of(each) - self._hooks]
         if hooked and not self._warned:
             self._warned = True
             warn(hooks_not_called(hooked))
@@ -447,60 +446,4 @@ def compiled(
         if not any(each.requires_grad for each in copied.parameters()):
             warn(nothing_trained_here(runner.ranks.rank))
     runner.introduce(copied)
-    return copied
-
-
-def copy_tree(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
-    """Return a copy of the tree of modules that holds the same tensors; shared modules stay shared."""
-    if id(module) in memo:
-        return memo[id(module)]
-    made: nn.Module = object.__new__(type(module))
-    memo[id(module)] = made
-    made.__dict__.update(module.__dict__)
-    for table in ("_parameters", "_buffers"):
-        made.__dict__[table] = dict(module.__dict__[table])
-    made.__dict__["_modules"] = {
-        name: None if child is None else copy_tree(child, memo) for name, child in module._modules.items()
-    }
-    return made
-
-
-_OF_A_CALL = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-"""Tables of a module by which hooks take part in its calls."""
-
-
-_ADDED_HOOKS = (*_OF_A_CALL, "_backward_hooks", "_backward_pre_hooks")
-"""Tables by which hooks act on a module's calls, and on the backward of these."""
-
-
-def _hooks(module: nn.Module) -> set[int]:
-    """Return the numbers of a module's hooks, which no two hooks share."""
-    return {key for table in _ADDED_HOOKS for key in module.__dict__[table]}
-
-
-def without_own_calls(copied: nn.Module) -> nn.Module:
-    """Return a copied module without its own hooks and its own `forward`, both of which the captured program runs.
-
-    Hooks that the user adds to the copy act on it alone, around the program.
-    """
-    for table in _OF_A_CALL:
-        copied.__dict__[table] = OrderedDict()
-    copied.__dict__.pop("forward", None)
-    return copied
-
-
-def with_own_calls(copied: nn.Module, model: nn.Module) -> nn.Module:
-    """Return a copied module with the hooks of `model`, and its `forward` if that is the instance's own."""
-    for table in _OF_A_CALL:
-        copied.__dict__[table] = model.__dict__[table]
-    own = model.__dict__.get("forward")
-    if own is not None:
-        bound_to_it = isinstance(own, MethodType) and own.__self__ is model
-        copied.__dict__["forward"] = MethodType(own.__func__, copied) if bound_to_it else own
     return copied

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import local_of
+from autopar.runtime.copying import copy_tree, with_own_calls
 from autopar.runtime.errors import uninitialised
-from autopar.runtime.module import copy_tree, runner_of, with_own_calls
+from autopar.runtime.module import runner_of
 from autopar.runtime.parameters import parameter_like, slots
 from autopar.runtime.ranks import Ranks
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.ir.placement import Replicate, Shard
 from autopar.runtime import Ranks
-from autopar.runtime.module import copy_tree
+from autopar.runtime.copying import copy_tree
 from autopar.runtime.waiting import hold_whole, plain_copy, take_over
 from tests.support.compiling import compile_with
 from tests.support.decide import drawn, mesh_of
