@@ -46,7 +46,10 @@ def test_layers_before_and_behind_the_equal_ones_stay_as_they_are() -> None:
 
 
 class Block(torch.nn.Module):
-    """A layer of a kind, a letter: linear (l), with an activation (r), a constant (c), without a bias (b)."""
+    """A layer of a kind, a letter: linear (l), with an activation (r), a constant (c), without a bias (b).
+
+    What it reads beside the layer before is a constant for the gradient (d).
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -54,7 +57,8 @@ class Block(torch.nn.Module):
         self.inner = torch.nn.Linear(8, 8, bias=kind != "b")
 
     def forward(self, *earlier: torch.Tensor) -> torch.Tensor:
-        x = earlier[0] if len(earlier) == 1 else earlier[0] + earlier[-1]
+        further = earlier[0].detach() if self.kind == "d" else earlier[0]
+        x = earlier[0] if len(earlier) == 1 else further + earlier[-1]
         y = self.inner(x * torch.tensor(2.0) if self.kind == "c" else x)
         return x + (y.relu() if self.kind == "r" else y)
 
@@ -95,9 +99,12 @@ def test_a_last_layer_that_nobody_reads_may_lack() -> None:
     assert deepened(_mixed("l" * row.few, less=1), {"layers": row}) == _mixed("l" * row.layers, less=1)
 
 
-def test_layers_that_read_beyond_their_neighbours_are_refused() -> None:
+@pytest.mark.parametrize(("kind", "behind"), [("l", 2), ("d", 0)], ids=["and layers behind do", "in forward alone"])
+def test_layers_that_read_beyond_their_neighbours_are_refused(kind: str, behind: int) -> None:
+    row = Repetition(6, before=2, behind=behind)
+
     with pytest.raises(CaptureError, match="reads from the midst"):
-        deepened(_mixed("l" * 7, reads=2), {"layers": Repetition(6, before=2, behind=2)})
+        deepened(_mixed(kind * row.few, reads=2), {"layers": row})
 
 
 def test_layers_whose_midst_is_read_are_refused() -> None:

@@ -78,6 +78,13 @@ class ByPlace(Plain):
         return states[-1].sum() + states[min(6, len(states) - 1)].sum()
 
 
+class Midst(Plain):
+    """The states of a layer in the midst are read, in the short model as well as in the deep one."""
+
+    def loss(self, states: list[torch.Tensor]) -> torch.Tensor:
+        return states[-1].sum() + states[len(states) // 2].sum()
+
+
 class FarBack(Plain):
     """The last layer reads what one of the first made."""
 
@@ -107,7 +114,7 @@ def test_layers_that_only_follow_each_other_do_the_same(kind: type[Plain]):
     assert _same(kind) is True
 
 
-@pytest.mark.parametrize("kind", [FirstToAll, ByNumber, ByPlace, FarBack])
+@pytest.mark.parametrize("kind", [FirstToAll, ByNumber, ByPlace, Midst, FarBack])
 def test_layers_told_apart_by_their_number_do_not(kind: type[Plain]):
     assert _same(kind) is False
 
