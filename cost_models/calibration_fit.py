@@ -34,6 +34,9 @@ _STEPS, _SLOPE, _EXACT, _LARGEST_STEP, _HOPELESS = 200, 1e-4, 1e-3, 1.0, 1e9
 """Of the search: steps, difference for slopes, residual that is as good as none, largest step, damping to end at; the
 unit is the natural logarithm of a constant."""
 
+_BUSY = 1.5
+"""Launches' times that a GPU's kernel takes at least to count as held up by memory."""
+
 _NEGLIGIBLE = 0.25
 """New memory that costs less than this share of writing it is not told apart from noise."""
 
@@ -104,6 +107,8 @@ def _fit_memory(
 ) -> tuple[DeviceSpec, list[Fitted]]:
     large = [each for each in streams if each["bytes"] >= _STREAMED_BYTES] or streams[-1:]
     launch_s = statistics.median(map(median_s, launch))
+    if device.kind == "gpu":
+        return _fit_gpu_memory(replace(device, kernel_launch_s=launch_s), launch, streams)
     bare = replace(device, kernel_launch_s=launch_s, memory_half_bytes=0.0)
     rate = statistics.median(each["bytes"] / max(median_s(each) - launch_s, 1e-9) for each in large)
     bare = _with_bandwidth(bare, rate)
@@ -115,6 +120,28 @@ def _fit_memory(
         Fitted("kernel_launch", launch_s, "s", spread(launch), 0.0, len(launch)),
         Fitted("memory_bandwidth", rate, "B/s", spread(large), error, len(large)),
         Fitted("memory_half", half, "B", spread(streams[:2]), error, len(streams[:2])),
+    ]
+
+
+def _fit_gpu_memory(
+    device: DeviceSpec, launch: Sequence[Sample], streams: Sequence[Sample]
+) -> tuple[DeviceSpec, list[Fitted]]:
+    """Fit rate and start-up to the kernels that the host does not hold up, whose launches hide behind those before."""
+    long = [each for each in streams if median_s(each) > _BUSY * device.kernel_launch_s] or streams[-1:]
+    seconds = np.array([median_s(each) for each in long])
+    moved = np.array([each["bytes"] for each in long], dtype=np.float64)
+
+    def made(now: Mapping[str, float]) -> DeviceSpec:
+        return replace(_with_bandwidth(device, now["rate"]), memory_half_bytes=float(round(now["half"])))
+
+    start = {"rate": float(np.max(moved / seconds)), "half": max(1.0, device.memory_half_bytes)}
+    best = least_error(lambda now: memory_bound_s(moved, made(now)), seconds, start)
+    fitted = made(best)
+    error = _error(streams, lambda each: float(memory_bound_s(each["bytes"], fitted)))
+    return fitted, [
+        Fitted("kernel_launch", device.kernel_launch_s, "s", spread(launch), 0.0, len(launch)),
+        Fitted("memory_bandwidth", best["rate"], "B/s", spread(long), error, len(long)),
+        Fitted("memory_half", best["half"], "B", spread(long), error, len(long)),
     ]
 
 

@@ -106,11 +106,17 @@ def _overrides(config: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
                     f"--set {key}: {type(part).__name__} has no part {name!r}{did_you_mean(name, vars(part))}"
                 )
             part, target = inner, target.setdefault(name, inner.to_dict())
-        names = {*part.to_dict(), *getattr(part, "attribute_map", {})}
+        names = {*part.to_dict(), *getattr(part, "attribute_map", {}), *_derived(type(part))}
         if last not in names:
             raise UsageError(f"--set {key}: {type(part).__name__} has no {last!r}{did_you_mean(last, names)}")
         target[last] = parse_setting(key, text, getattr(part, last, None))
     return given
+
+
+def _derived(kind: type) -> set[str]:
+    """Return the settings that a class of configurations keeps as others, as `num_labels` by `id2label`."""
+    found = {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
+    return {name for name, each in found.items() if isinstance(each, property) and each.fset is not None}
 
 
 def build(config: Any, device: str = "meta") -> nn.Module:

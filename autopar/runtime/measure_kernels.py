@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,15 @@ _MATMULS = (
     (1, 8192, 8192, 8192),
 )  # fmt: skip
 """Batch, m, n, k: layers narrow and wide, few and many rows, heads of attention; by FLOPs."""
+
+_GPU_MATMULS = (
+    (128, 1024, 1024, 64), (1, 16384, 768, 768), (1, 16384, 3072, 768), (1, 4096, 4096, 16384), (1, 16384, 1024, 16384),
+    (1, 8192, 14336, 4096), (1, 16384, 50304, 768),
+)  # fmt: skip
+"""Further ones that make a GPU work for long enough, by FLOPs: layers of language models, and their last."""
+
+_GPU_RUN_S, _MOST_CALLS = 2e-3, 500
+"""How long a run on a GPU lasts at least, which the host waits for once, and of how many calls it is at most."""
 
 _CONVOLUTIONS = (
     (8, 96, 96, 14, 3, 1, 96), (4, 64, 64, 14, 3, 1, 1), (8, 32, 32, 32, 3, 1, 1), (8, 256, 64, 28, 1, 1, 1),
@@ -82,7 +92,21 @@ def measure_kernels(device: torch.device, effort: Effort = THOROUGH) -> list[Sam
         found += _matmuls(clock, dtype)
         found += _convolutions(clock, dtype)
         found += _attentions(clock, dtype)
+    if device.type == "cuda":
+        with _tf32():
+            found += [{**each, "dtype": "tf32"} for each in _matmuls(clock, torch.float32)]
     return found
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Let products of float32 round their operands, as users may ask torch for."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Clock:
@@ -91,23 +115,31 @@ class Clock:
     def __init__(self, device: torch.device, effort: Effort = THOROUGH) -> None:
         self.device, self.effort = device, effort
 
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether the device works while the host goes on."""
+        return self.device.type == "cuda"
+
     def seconds(self, work: Callable[[], object], calls: int = 1, runs: int | None = None) -> list[float]:
         """Return seconds a call in each run of `calls` calls, after warm-up; `runs`: as `effort` has it."""
         for _ in range(_WARM_UP):
             work()
-        found = []
-        for _ in range(runs or self.effort.runs):
-            self.wait()
-            start = time.perf_counter()
-            for _ in range(calls):
-                work()
-            self.wait()
-            found.append((time.perf_counter() - start) / calls)
-        return found
+        if self.on_gpu:
+            calls = max(calls, min(_MOST_CALLS, math.ceil(_GPU_RUN_S / self._run_s(work, calls))))
+        return [self._run_s(work, calls) for _ in range(runs or self.effort.runs)]
+
+    def _run_s(self, work: Callable[[], object], calls: int) -> float:
+        """Return the seconds a call of one run."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        self.wait()
+        return (time.perf_counter() - start) / calls
 
     def wait(self) -> None:
         """Return when the device has done all it was given."""
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def random(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -126,7 +158,7 @@ def _exp(clock: Clock) -> Sample:
 
 
 def _traffic(clock: Clock) -> Iterator[Sample]:
-    largest = 64 if clock.device.type == "cpu" else 1024
+    largest = 1024 if clock.on_gpu else 64
     size = 1
     while size <= 16 * largest:  # of each of three tensors, in 1/16 MiB
         first = [clock.random(size * _MIB // 64) for _ in range(3)]
@@ -156,7 +188,7 @@ def _fresh(clock: Clock) -> Iterator[Sample]:
 def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
     """Yield products as forward and both halves of backward lay them out: a b, a b^T, a^T b."""
     rate = math.inf
-    for batch, m, n, k in _MATMULS:
+    for batch, m, n, k in (*_MATMULS, *(_GPU_MATMULS if clock.on_gpu else ())):
         flops = 2 * batch * m * n * k
         if flops / rate > clock.effort.longest_s:
             return
@@ -241,28 +273,40 @@ def copies(*tensors: Tensor, total: int = _UNCACHED_BYTES) -> list[Sequence[Tens
 
 
 def _attentions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield attention over all positions; on a GPU also its backward, and both under a causal mask."""
     rate = math.inf
+    if clock.on_gpu and dtype is torch.float32:
+        return
     for sizes in _ATTENTIONS:
-        if clock.device.type == "cuda" and dtype is torch.float32:
-            return
         batch, heads, positions, width = sizes
         flops = 4 * batch * heads * positions * positions * width
         if flops / rate > clock.effort.longest_s:
             return
-        q, k, v = (clock.random(*sizes, dtype=dtype) for _ in range(3))
-        seconds = clock.seconds(
-            lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(q, k, v),  # type: ignore[misc]
-            runs=clock.effort.few,
-        )
+        for causal in (False, True) if clock.on_gpu else (False,):
+            for sample in _attention(clock, sizes, dtype, causal):
+                yield sample
+                rate = min(rate, sample["flops"] / max(sample["seconds"]))
+
+
+def _attention(clock: Clock, sizes: Sequence[int], dtype: torch.dtype, causal: bool) -> Iterator[Sample]:
+    """Yield one attention, on a GPU also its backward, whose kernel computes five products for two of forward."""
+    q, k, v = (clock.random(*sizes, dtype=dtype).requires_grad_(clock.on_gpu) for _ in range(3))
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=causal)
+    works: list[tuple[float, Callable[[], object]]] = [(1.0, attend)]
+    if clock.on_gpu:
+        made = attend()
+        works.append((2.5, partial(torch.autograd.grad, made, (q, k, v), torch.ones_like(made), retain_graph=True)))
+    batch, heads, positions, width = sizes
+    for passes, work in works:
+        seconds = clock.seconds(work, runs=clock.effort.few)
         yield {
             "kernel": "attention",
             "dtype": str(dtype).removeprefix("torch."),
-            "flops": flops,
-            "bytes": 4 * q.nbytes,
+            "flops": 4 * batch * heads * positions * positions * width * passes * (0.5 if causal else 1.0),
+            "bytes": 4 * passes * q.nbytes,
             "positions": positions,
             "seconds": seconds,
         }
-        rate = flops / max(seconds)
 
 
 def hardware(device: torch.device) -> str:

@@ -100,6 +100,43 @@ def test_kernels_timed_on_a_device_give_back_its_constants():
     assert max(each.error for each in figures) < 0.02
 
 
+def test_kernels_timed_on_a_gpu_give_back_its_constants():
+    base = catalogued_device("h100-sxm-80gb")
+    truth = replace(
+        base,
+        kernel_launch_s=3e-6,
+        memory_efficiency=0.8,
+        memory_half_bytes=4e6,
+        matmul_efficiency={"bfloat16": 0.7, "float32": 0.6},
+        matmul_half=(0, 0, 300),
+        matmul_best={},
+        attention_efficiency=0.4,
+    )
+
+    def sample(kernel: str, seconds: Any, **sizes: Any) -> dict[str, Any]:
+        return {"kernel": kernel, **sizes, "seconds": [float(seconds)] * 3}
+
+    samples = [sample("launch", 3e-6)]
+    for size in (3 * 2**i for i in range(16, 31, 2)):
+        samples.append(sample("elementwise", memory_bound_s(size, truth), bytes=size))
+    for dtype in ("float32", "bfloat16"):
+        for sizes in ((1, 512, 512, 512), (1, 2048, 2048, 2048), (1, 4096, 4096, 512), (1, 8192, 8192, 8192)):
+            samples.append(sample("matmul", matmul_s(*sizes, dtype, truth), dtype=dtype, sizes=list(sizes)))
+    for keys in (256, 4096):
+        seconds = attention_s(1e12, MIB, "bfloat16", truth, keys)
+        samples.append(sample("attention", seconds, flops=1e12, bytes=MIB, dtype="bfloat16", positions=keys))
+
+    found, figures = fit_device(base, samples)
+
+    assert found.kernel_launch_s == 3e-6
+    assert found.memory_bytes_per_s * found.memory_efficiency == pytest.approx(0.8 * 3.35e12, rel=0.02)
+    assert found.memory_half_bytes == pytest.approx(4e6, rel=0.05)
+    assert found.matmul_efficiency["bfloat16"] == pytest.approx(0.7, rel=0.02)
+    assert found.matmul_efficiency["float32"] == pytest.approx(0.6, rel=0.02)
+    assert found.attention_efficiency == pytest.approx(0.4, rel=0.02)
+    assert max(each.error for each in figures) < 0.02
+
+
 def test_an_allocator_that_keeps_memory_has_no_fresh_size():
     kept = replace(true_device(), fresh_bytes=0)
 
