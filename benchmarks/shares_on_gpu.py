@@ -29,16 +29,12 @@ _WARM_UP, _RUNS = 2, 5
 
 _LLAMA = {"hidden_size": "4096", "num_hidden_layers": "8", "num_attention_heads": "32", "num_key_value_heads": "8",
           "intermediate_size": "14336", "vocab_size": "128256", "max_position_embeddings": "4096"}  # fmt: skip
-_MIXTRAL = {"hidden_size": "2048", "num_hidden_layers": "4", "num_attention_heads": "16", "num_key_value_heads": "4",
-            "intermediate_size": "5632", "vocab_size": "32000", "num_local_experts": "8", "num_experts_per_tok": "2",
-            "max_position_embeddings": "4096"}  # fmt: skip
 CASES: Mapping[str, tuple[Case, str, dict[str, Any]]] = {
     "llama_zero3": (Case("llama", 16, 4096, _LLAMA), "h100-sxm-80gb:8", {"dp_shard": 8, "zero": 3}),
     "llama_tp8": (Case("llama", 4, 4096, _LLAMA), "h100-sxm-80gb:8", {"tp": 8}),
     "llama_tp2_zero3": (
         Case("llama", 16, 4096, _LLAMA), "h100-sxm-80gb:8", {"tp": 2, "dp_shard": 4, "zero": 3, "recompute": "full"}
     ),
-    "mixtral_ep8": (Case("mixtral", 16, 4096, _MIXTRAL), "h100-sxm-80gb:8", {"ep": 8}),
 }  # fmt: skip
 """Model and batch, cluster, what is fixed."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -124,6 +125,15 @@ def train(case: Case, way: str, device: str, plan: Any, profile: bool) -> dict[s
         wait()
         seconds.append((time.perf_counter() - start) / _IN_A_ROW)
     found |= record.spread(seconds) | {"loss": float(loss)}
+    apart = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        step()
+        wait()
+        apart.append(time.perf_counter() - start)
+        update()
+        wait()
+    found["gradients_s"] = statistics.median(apart)
     if gpu:
         found["before_bytes"] = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

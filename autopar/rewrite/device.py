@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._torch import pytree
 from autopar.own_attention import BLOCK_ATTENTION, BLOCK_ATTENTION_BACKWARD
+from autopar.rewrite.aligned import AlignedProducts
+from autopar.rewrite.beside import beside
 from autopar.rewrite.errors import RewriteError
 from autopar.rewrite.marks import mark
+from autopar.rewrite.mixed_norms import MixedNorms
 from autopar.rewrite.passes import Pass
 from autopar.rewrite.random_ops import seeded
 
@@ -27,6 +28,8 @@ _FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FLASH = _ATEN._scaled_dot_product_flash_attention.default
 _FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
+_CUDNN = _ATEN._scaled_dot_product_cudnn_attention.default
+_CUDNN_BACKWARD = _ATEN._scaled_dot_product_cudnn_attention_backward.default
 _EFFICIENT = _ATEN._scaled_dot_product_efficient_attention.default
 _EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
 _DROPPING = seeded(str(BLOCK_ATTENTION))
@@ -51,6 +54,13 @@ _FLASH_HEAD = 256
 _FLASH_CAPABILITY = (8, 0)
 """Compute capability from which on GPUs run flash attention: Ampere's."""
 
+_CUDNN_HEAD = 128
+"""Elements of the largest heads whose attention cuDNN trains on every GPU that has its kernels."""
+
+_CUDNN_CAPABILITIES, _CUDNN_VERSION = frozenset({(9, 0), (10, 0)}), 90900
+"""GPUs on which, and cuDNN from which, torch takes its attention before flash (torch's sdp_utils.cpp): on an H200 it
+takes 0.71 of the time (benchmarks/results/single_gpu.jsonl), for FlashAttention-2 has no instruction of Hopper."""
+
 _SMALL_HEAD, _SMALL = 192, frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})
 """Elements of the largest heads that flash attention trains where shared memory is little (torch's sdp_utils.cpp)."""
 
@@ -60,7 +70,9 @@ def kernels_for(device: str) -> tuple[Pass, ...]:
 
     These may lay their results out in memory otherwise: what follows from them is propagated anew.
     """
-    return () if device == "cpu" else (GpuAttention(_flash_head(device)),)
+    if device == "cpu":
+        return ()
+    return (GpuAttention(_flash_head(device), cudnn=_prefers_cudnn(device)), MixedNorms(), AlignedProducts())
 
 
 def places_for(device: str) -> tuple[Pass, ...]:
@@ -76,6 +88,14 @@ def _flash_head(device: str) -> int:
     if capability < _FLASH_CAPABILITY:
         return 0
     return _SMALL_HEAD if capability in _SMALL else _FLASH_HEAD
+
+
+def _prefers_cudnn(device: str) -> bool:
+    """Return whether torch would take cuDNN's attention on this rank's device; its backward adds in any order."""
+    if device != "cuda" or not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
+        return False
+    allowed = torch.cuda.get_device_capability() in _CUDNN_CAPABILITIES and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    return bool(allowed and (torch.backends.cudnn.version() or 0) >= _CUDNN_VERSION)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +120,10 @@ class MakeOn:
 
 @dataclass(frozen=True, slots=True)
 class GpuAttention:
-    """Replace the CPU's attention kernels by the GPU's: flash in 16-bit types without a mask, else memory-efficient.
+    """Replace the CPU's attention kernels by the GPU's.
 
-    Both make the same values up to rounding; what forward passes to backward differs in shape and is theirs alone.
+    In 16-bit types without a mask these are cuDNN's where torch prefers them, else flash; otherwise memory-efficient.
+    All make the same values up to rounding; what forward passes to backward differs in shape and is theirs alone.
     Of unlike lengths, flash attention's causal mask ends at the last key, the CPU's begins at the first. The
     memory-efficient kernel has no groups of queries: it is given a copy of keys and values for each query head.
     Kernels that drop scores draw from the seed that the CPU's is given, other numbers.
@@ -110,6 +131,9 @@ class GpuAttention:
 
     flash_head: int = _FLASH_HEAD
     """Elements of the largest heads that the device runs flash attention for; 0: it does not."""
+
+    cudnn: bool = False
+    """Whether attention that drops nothing is cuDNN's."""
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Edit the graph and return the number of operators replaced."""
@@ -131,15 +155,22 @@ class GpuAttention:
         """Put the GPU's forward kernel in place of the CPU's, which then has no users; return it."""
         salt = node.args[:1] if node.target is _DROPPING else ()
         query, key, value, dropout, causal, mask, scale = _read(node, 3, skip=len(salt))
-        if query.meta["val"].shape[-1] <= self.flash_head and _takes_flash(query, key, mask, causal=causal):
-            args: tuple[Any, ...] = (*salt, query, key, value, dropout, causal)
-            new = _beside(node, _FLASHES[len(salt)], args, {"scale": scale})
+        args: tuple[Any, ...]
+        flash = query.meta["val"].shape[-1] <= self.flash_head and _takes_flash(query, key, mask, causal=causal)
+        if flash and self.cudnn and not dropout and _takes_cudnn(query, key, value):
+            args = (query, key, value, None, True, dropout, causal)
+            new = beside(node, _CUDNN, args, {"scale": scale})
+        elif flash:
+            args = (*salt, query, key, value, dropout, causal)
+            new = beside(node, _FLASHES[len(salt)], args, {"scale": scale})
         else:
             key, value = (_for_each_head(node, each, query) for each in (key, value))
             bias = _aligned(node, query, key, mask)
             args = (*salt, query, key, value, bias, True, dropout, causal)
-            new = _beside(node, _EFFICIENTS[len(salt)], args, {"scale": scale})
+            new = beside(node, _EFFICIENTS[len(salt)], args, {"scale": scale})
         _take_over(node, new)
+        if new.target is _CUDNN:
+            _flatten_sums(new)
         if new.target in _EFFICIENTS:
             _cut_moved_sums(new, query.meta["val"].shape[2])
         return new
@@ -151,8 +182,14 @@ def _backward(node: fx.Node, maker: fx.Node) -> None:
     trains = in_blocks and any(user.users for user in _readers(node, _OF_MASK))
     for user in [] if trains else _readers(node, _OF_MASK):
         user.graph.erase_node(user)
+    lengths = (query.meta["val"].shape[2], key.meta["val"].shape[2])
+    if maker.target is _CUDNN:
+        seed, offset = (_element(maker, index) for index in (6, 7))
+        sums = beside(node, _ATEN.unsqueeze.default, (sums, -1), {})
+        of = (grad, query, key, value, out, sums, seed, offset, None, None, None, *lengths, dropout, causal)
+        _take_over(node, beside(node, _CUDNN_BACKWARD, of, {"scale": scale}))
+        return
     if maker.target in _FLASHES:
-        lengths = (query.meta["val"].shape[2], key.meta["val"].shape[2])
         seed, offset = (_element(maker, index) for index in (6, 7))
         args: tuple[Any, ...] = (
             grad,
@@ -169,7 +206,7 @@ def _backward(node: fx.Node, maker: fx.Node) -> None:
             seed,
             offset,
         )
-        _take_over(node, _beside(node, _FLASH_BACKWARD, args, {"scale": scale}))
+        _take_over(node, beside(node, _FLASH_BACKWARD, args, {"scale": scale}))
         return
     seed, offset = (_element(maker, index) for index in (2, 3))
     groups = query.meta["val"].shape[1] // key.meta["val"].shape[1]
@@ -177,12 +214,21 @@ def _backward(node: fx.Node, maker: fx.Node) -> None:
     bias, sums = _aligned(node, query, key, mask), _padded(node, sums)
     wanted = [True, True, True, trains]
     args = (grad, query, key, value, bias, out, sums, seed, offset, dropout, wanted, causal)
-    new = _beside(node, _EFFICIENT_BACKWARD, args, {"scale": scale})
+    new = beside(node, _EFFICIENT_BACKWARD, args, {"scale": scale})
     if groups > 1:
         _sum_groups(node, new, groups)
     if trains and mask is not None:
         _sum_to_mask(node, new, mask)
     _take_over(node, new)
+
+
+def _flatten_sums(maker: fx.Node) -> None:
+    """Let who reads the sums of cuDNN's forward kernel read them as the CPU's has them, without a last dim of 1."""
+    for sums in _readers(maker, 1):
+        with maker.graph.inserting_after(sums):
+            flat = maker.graph.call_function(_ATEN.squeeze.dim, (sums, -1))
+        flat.meta = {**sums.meta, "val": sums.meta["val"].squeeze(-1)}
+        sums.replace_all_uses_with(flat, delete_user_cb=lambda user, flat=flat: user is not flat)  # type: ignore[misc]
 
 
 def _cut_moved_sums(maker: fx.Node, length: int) -> None:
@@ -205,7 +251,7 @@ def _cut_moved_sums(maker: fx.Node, length: int) -> None:
 
 def _padded(node: fx.Node, sums: fx.Node) -> fx.Node:
     rest = -sums.meta["val"].shape[2] % _PADDED
-    return _beside(node, _ATEN.constant_pad_nd.default, (sums, [0, rest], math.inf), {}) if rest else sums
+    return beside(node, _ATEN.constant_pad_nd.default, (sums, [0, rest], math.inf), {}) if rest else sums
 
 
 def _for_each_head(node: fx.Node, shared: fx.Node, query: fx.Node) -> fx.Node:
@@ -214,9 +260,9 @@ def _for_each_head(node: fx.Node, shared: fx.Node, query: fx.Node) -> fx.Node:
     groups = query.meta["val"].shape[1] // heads
     if groups == 1:
         return shared
-    apart = _beside(node, _ATEN.unsqueeze.default, (shared, 2), {})
-    each = _beside(node, _ATEN.expand.default, (apart, [batch, heads, groups, length, width]), {})
-    return _beside(node, _ATEN.reshape.default, (each, [batch, heads * groups, length, width]), {})
+    apart = beside(node, _ATEN.unsqueeze.default, (shared, 2), {})
+    each = beside(node, _ATEN.expand.default, (apart, [batch, heads, groups, length, width]), {})
+    return beside(node, _ATEN.reshape.default, (each, [batch, heads * groups, length, width]), {})
 
 
 def _sum_groups(old: fx.Node, new: fx.Node, groups: int) -> None:
@@ -224,10 +270,10 @@ def _sum_groups(old: fx.Node, new: fx.Node, groups: int) -> None:
     for user in list(old.users):
         if user.target is not operator.getitem or user.args[1] not in (1, 2):
             continue
-        gradient = _beside(user, operator.getitem, (new, user.args[1]), {})
+        gradient = beside(user, operator.getitem, (new, user.args[1]), {})
         batch, heads, length, width = gradient.meta["val"].shape
-        apart = _beside(user, _ATEN.reshape.default, (gradient, [batch, heads // groups, groups, length, width]), {})
-        user.replace_all_uses_with(_beside(user, _ATEN.sum.dim_IntList, (apart, [2]), {}))
+        apart = beside(user, _ATEN.reshape.default, (gradient, [batch, heads // groups, groups, length, width]), {})
+        user.replace_all_uses_with(beside(user, _ATEN.sum.dim_IntList, (apart, [2]), {}))
         user.graph.erase_node(user)
 
 
@@ -242,10 +288,10 @@ def _sum_to_mask(old: fx.Node, new: fx.Node, mask: fx.Node) -> None:
     wide = (1,) * (len(scores) - len(shape)) + tuple(shape)
     alike = [dim for dim, (mine, whole) in enumerate(zip(wide, scores, strict=True)) if mine == 1 != whole]
     for user in _readers(old, _OF_MASK):
-        gradient = _beside(user, operator.getitem, (new, _OF_MASK), {})
+        gradient = beside(user, operator.getitem, (new, _OF_MASK), {})
         if alike:
-            gradient = _beside(user, _ATEN.sum.dim_IntList, (gradient, alike, True), {})
-        user.replace_all_uses_with(_beside(user, _ATEN.reshape.default, (gradient, list(shape)), {}))
+            gradient = beside(user, _ATEN.sum.dim_IntList, (gradient, alike, True), {})
+        user.replace_all_uses_with(beside(user, _ATEN.reshape.default, (gradient, list(shape)), {}))
         user.graph.erase_node(user)
 
 
@@ -271,13 +317,18 @@ def _takes_flash(query: fx.Node, key: fx.Node, mask: fx.Node | None, *, causal: 
     return value.dtype in _HALF and value.shape[-1] % 8 == 0
 
 
+def _takes_cudnn(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
+    (_, _, length, width), keys = query.meta["val"].shape, key.meta["val"].shape[2]
+    return bool(width == value.meta["val"].shape[-1] and width <= _CUDNN_HEAD and min(length, keys) > 1)
+
+
 def _maker(node: fx.Node) -> fx.Node:
     """Return the forward kernel whose result this gradient is of."""
     sums = node.args[5]
     todo: list[fx.Node] = [sums] if isinstance(sums, fx.Node) else []
     while todo:
         each = todo.pop()
-        if each.target in (*_FLASHES, *_EFFICIENTS):
+        if each.target in (*_FLASHES, *_EFFICIENTS, _CUDNN):
             return each
         todo += each.all_input_nodes
     raise RewriteError(f"{node.name} is the gradient of no attention kernel of the program")
@@ -290,10 +341,19 @@ def _aligned(node: fx.Node, query: fx.Node, key: fx.Node, mask: fx.Node | None) 
     batch, heads, length, _ = query.meta["val"].shape
     keys = key.meta["val"].shape[2]
     rest = -keys % _ALIGNED
+    shape = mask.meta["val"].shape
+    if shape[-1] != keys or mask.meta["val"].stride(-1) != 1 or (not rest and _has_gaps(mask.meta["val"])):
+        mask = beside(node, _ATEN.expand.default, (mask, [*shape[:-1], keys]), {})
+        mask = beside(node, _ATEN.clone.default, (mask,), {"memory_format": torch.contiguous_format})
     if rest:
-        mask = _beside(node, _ATEN.constant_pad_nd.default, (mask, [0, rest]), {})
-        mask = _beside(node, _ATEN.slice.Tensor, (mask, -1, 0, keys), {})
-    return _beside(node, _ATEN.expand.default, (mask, [batch, heads, length, keys]), {})
+        mask = beside(node, _ATEN.constant_pad_nd.default, (mask, [0, rest]), {})
+        mask = beside(node, _ATEN.slice.Tensor, (mask, -1, 0, keys), {})
+    return beside(node, _ATEN.expand.default, (mask, [batch, heads, length, keys]), {})
+
+
+def _has_gaps(mask: torch.Tensor) -> bool:
+    """Return whether any row of a mask starts elsewhere than the memory-efficient kernel reads from."""
+    return any(step % _ALIGNED for size, step in zip(mask.shape[:-1], mask.stride(), strict=False) if size > 1)
 
 
 def _element(maker: fx.Node, index: int) -> fx.Node:
@@ -305,23 +365,6 @@ def _element(maker: fx.Node, index: int) -> fx.Node:
         found = maker.graph.call_function(operator.getitem, (maker, index))
     found.meta["autopar"], found.meta["val"] = mark(maker), maker.meta["val"][index]
     return found
-
-
-def _beside(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Insert an operator before `node`, with the value that it makes on fake tensors."""
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(target, args, kwargs)
-    new.meta = {key: value for key, value in node.meta.items() if key not in {"val", "local_shape"}}
-    values = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
-    with _mode(new.all_input_nodes), torch.no_grad():
-        new.meta["val"] = target(*values[0], **values[1])
-    return new
-
-
-def _mode(nodes: Iterable[fx.Node]) -> Any:
-    values = (each for node in nodes for each in pytree.tree_leaves(node.meta["val"]))
-    fake: Any = next(each for each in values if isinstance(each, torch.Tensor))
-    return fake.fake_mode
 
 
 def _take_over(old: fx.Node, new: fx.Node) -> None:

@@ -69,6 +69,7 @@ def attention(q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float | No
     if bias is not None:
         assert bias.shape == (*q.shape[:3], k.shape[2])
         assert bias.stride(-2) % 16 == 0 or bias.stride(-2) == 0
+        assert bias.stride(-1) == 1
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         made = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -127,6 +128,26 @@ def efficient_backward(
     return (*gradients(grad, q, k, v, bias, causal, scale), of_bias)
 
 
+def cudnn(
+    q: Any, k: Any, v: Any, bias: Any, sums: bool, dropout: float, causal: bool, debug: bool = False, *,
+    scale: Any = None,
+) -> Any:  # fmt: skip
+    assert (bias, sums, dropout) == (None, True, 0.0)
+    state = torch.tensor([7, 9])
+    made = q.sum(-1, keepdim=True)
+    return attention(q, k, v, None, causal, scale), made, None, None, q.shape[2], k.shape[2], state, state[0], q
+
+
+def cudnn_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, seed: Any, offset: Any, bias: Any, cum_q: Any, cum_k: Any,
+    max_q: int, max_k: int, dropout: float, causal: bool, *, scale: Any = None,
+) -> Any:  # fmt: skip
+    assert bias is None
+    torch.testing.assert_close(sums, q.sum(-1, keepdim=True))
+    of = (cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset)
+    return flash_backward(grad, q, k, v, out, sums.squeeze(-1), *of, scale=scale)
+
+
 def dropping(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel's stand-in that is given what it draws from; it drops nothing."""
 
@@ -143,6 +164,8 @@ STAND_INS = {
     seeded("aten._scaled_dot_product_efficient_attention.default"): dropping(efficient),
     aten._scaled_dot_product_flash_attention.default: flash,
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    aten._scaled_dot_product_cudnn_attention.default: cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
     aten._scaled_dot_product_efficient_attention.default: efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
 }
@@ -184,6 +207,12 @@ class Case:
     trained: bool = False
     """Whether a mask of one row of heads and samples is a parameter."""
 
+    turned: bool = False
+    """Whether a mask is given whose rows are columns in memory, and one column of which is for all keys."""
+
+    hopper: bool = False
+    """Whether the device is one for which torch prefers cuDNN."""
+
     seeded: bool = False
     """Whether what is dropped is drawn from the step's seed, as on several ranks, or as torch's generator has it."""
 
@@ -201,6 +230,14 @@ CASES = {
     "trained mask": Case("efficient", length=16, trained=True),
     "trained mask, queries share keys": Case("efficient", dtype=torch.float32, length=6, trained=True, heads=1),
     "trained mask, drops scores": Case("efficient", length=16, trained=True, drops=True),
+    "a mask of columns": Case("efficient", length=16, masked=True, turned=True),
+    "a mask of columns, not aligned": Case("efficient", dtype=torch.float32, length=6, masked=True, turned=True),
+    "cuDNN": Case("cudnn", hopper=True),
+    "cuDNN, causal": Case("cudnn", hopper=True, causal=True),
+    "cuDNN, queries share keys": Case("cudnn", hopper=True, heads=1),
+    "cuDNN drops nothing": Case("flash", hopper=True, causal=True, drops=True),
+    "cuDNN has no single precision": Case("efficient", hopper=True, dtype=torch.float32),
+    "cuDNN needs more than one key": Case("flash", hopper=True, length=1),
     "drops scores": Case("flash", causal=True, drops=True),
     "drops scores by a seed": Case("flash", causal=True, drops=True, seeded=True),
     "drops scores by a seed, mask": Case("efficient", length=16, masked=True, drops=True, seeded=True),
@@ -210,12 +247,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_model(name: str):
+def test_values_and_gradients_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch):
     case = CASES[name]
+    monkeypatch.setattr("autopar.rewrite.device._prefers_cudnn", lambda _: case.hopper)
     dtype, length = case.dtype, case.length
     torch.manual_seed(0)
     model = Attends(case.causal, dtype, case.heads, half=case.half, drops=case.drops, trained=length * case.trained)
     mask = torch.randn(2, 1, length, length).to(dtype) if case.masked else None
+    mask = mask[:, :, :1].mT if mask is not None and case.turned else mask
     example = (torch.randn(2, length, 16).to(dtype), *([mask] if case.masked else []))
     captured = remembered(model, example)
     graph = captured.graph
@@ -250,7 +289,25 @@ def test_what_heads_flash_attention_takes_is_the_device_s(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
-    assert kernels_for("cuda") == (GpuAttention(largest),)
+    assert [each.flash_head for each in kernels_for("cuda") if isinstance(each, GpuAttention)] == [largest]
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "deterministic", "found"),
+    [
+        ((9, 0), 91000, False, True), ((10, 0), 91000, False, True), ((8, 0), 91000, False, False),
+        ((9, 0), 90500, False, False), ((9, 0), 91000, True, False),
+    ],
+)  # fmt: skip
+def test_cudnn_is_taken_where_torch_prefers_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: int, deterministic: bool, found: bool
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+
+    assert [each.cudnn for each in kernels_for("cuda") if isinstance(each, GpuAttention)] == [found]
 
 
 def test_the_cpu_keeps_its_kernels():

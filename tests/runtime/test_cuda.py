@@ -97,6 +97,20 @@ def test_dropout_in_attention_trains_by_the_gpus_kernels(kind: str):
     assert len(set(losses)) > 20
 
 
+def test_products_of_odd_sizes_and_norms_of_16_bits_by_weights_of_32_are_computed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.LayerNorm(512), nn.Linear(512, 1001)).to(DEVICE)
+    x = torch.randn(512, 256, device=DEVICE)
+    mine = compiled(model, (x,), precision="bf16")  # type: ignore[arg-type]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        want = model(x)
+    got = mine(x)
+    for each in (want, got):
+        each.float().square().mean().backward()
+    torch.testing.assert_close(got.float(), want.float(), rtol=5e-2, atol=5e-2)
+    assert max(far(mine, model).values()) < 0.05
+
+
 class Biased(nn.Module):
     """Attention whose scores have a trained bias, and drops some."""
 
@@ -157,6 +171,7 @@ def test_fp16_scales_gradients_and_skips_steps_that_overflow():
     assert any(not torch.equal(each, old) for each, old in zip(mine.parameters(), before, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_the_inductor_backend_computes_the_same():
     model, inputs = on_gpu("llama")
     mine = compiled(model, inputs, backend="inductor")
