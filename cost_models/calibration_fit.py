@@ -37,6 +37,9 @@ unit is the natural logarithm of a constant."""
 _BUSY = 1.5
 """Launches' times that a GPU's kernel takes at least to count as held up by memory."""
 
+_ISSUED = 2.0
+"""Times a short one of its kind that a GPU's kernel takes at least to count as one that the host does not hold up."""
+
 _NEGLIGIBLE = 0.25
 """New memory that costs less than this share of writing it is not told apart from noise."""
 
@@ -79,7 +82,7 @@ def fit_device(base: DeviceSpec, kernels: Sequence[Sample]) -> tuple[DeviceSpec,
 
     What was not timed keeps its value. Raises `CostModelError` where the kernels lack what every fit needs.
     """
-    by = {name: [each for each in kernels if each["kernel"] == name] for name in _KERNELS}
+    by = {name: _of_device(base, [each for each in kernels if each["kernel"] == name]) for name in _KERNELS}
     for name in ("launch", "elementwise", "matmul"):
         if not by[name]:
             raise CostModelError(f"no timed kernel {name!r}; known: {', '.join(_KERNELS)}")
@@ -98,6 +101,22 @@ def fit_device(base: DeviceSpec, kernels: Sequence[Sample]) -> tuple[DeviceSpec,
         found += new
     return device, found
 
+
+def _of_device(device: DeviceSpec, samples: Sequence[Sample]) -> list[Sample]:
+    """Return the kernels whose time is the device's own: on a GPU those that take longer than the host to issue them.
+
+    The shorter ones of a kind and pass tell how long that is: a quarter of what is measured is small enough to.
+    """
+    if device.kind != "gpu" or not samples or samples[0]["kernel"] not in _COMPUTES:
+        return list(samples)
+    passes = {id(each): (each["dtype"], each.get("of", "")) for each in samples}
+    timed = {which: [median_s(each) for each in samples if passes[id(each)] == which] for which in passes.values()}
+    issued_s = {which: float(np.quantile(seconds, 0.25)) for which, seconds in timed.items()}
+    found = [each for each in samples if median_s(each) > _ISSUED * issued_s[passes[id(each)]]]
+    return found or [max(samples, key=median_s)]
+
+
+_COMPUTES = frozenset({"matmul", "convolution", "attention"})
 
 _KERNELS = ("launch", "elementwise", "fresh", "exp", "matmul", "convolution", "attention")
 
@@ -187,7 +206,9 @@ def _fit_matmuls(
         if dtype not in device.peak_flops:
             continue
         of = [each for each in samples if each["dtype"] == dtype]
-        halves = _halves(device) if place == 0 else {}
+        # Of a GPU's convolutions time goes to bringing planes into another order too, which no size of half rate tells.
+        fixed = bool(place) or (device.kind == "gpu" and figure == "convolution")
+        halves = {} if fixed else _halves(device)
 
         b, m, n, k = np.array([each["sizes"] for each in of], dtype=np.float64).T
         seconds = np.array([median_s(each) for each in of])

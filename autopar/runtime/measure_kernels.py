@@ -77,6 +77,9 @@ _ATTENTIONS = (
 )
 """Batch, heads, positions, width of a head."""
 
+_GPU_ATTENTIONS = ((64, 16, 256, 64), (32, 16, 512, 64), (8, 32, 2048, 64), (4, 32, 2048, 128))
+"""Further ones that make a GPU work for long enough."""
+
 
 def measure_kernels(device: torch.device, effort: Effort = THOROUGH) -> list[Sample]:
     """Return timed kernels: launch, elementwise traffic, new memory, exp, matmuls by dtype, convolutions, attention.
@@ -278,7 +281,7 @@ def _attentions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
     rate = math.inf
     if clock.on_gpu and dtype is torch.float32:
         return
-    for sizes in _ATTENTIONS:
+    for sizes in (*_ATTENTIONS, *(_GPU_ATTENTIONS if clock.on_gpu else ())):
         batch, heads, positions, width = sizes
         flops = 4 * batch * heads * positions * positions * width
         if flops / rate > clock.effort.longest_s:
@@ -293,16 +296,18 @@ def _attention(clock: Clock, sizes: Sequence[int], dtype: torch.dtype, causal: b
     """Yield one attention, on a GPU also its backward, whose kernel computes five products for two of forward."""
     q, k, v = (clock.random(*sizes, dtype=dtype).requires_grad_(clock.on_gpu) for _ in range(3))
     attend = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=causal)
-    works: list[tuple[float, Callable[[], object]]] = [(1.0, attend)]
+    works: list[tuple[str, float, Callable[[], object]]] = [("result", 1.0, attend)]
     if clock.on_gpu:
         made = attend()
-        works.append((2.5, partial(torch.autograd.grad, made, (q, k, v), torch.ones_like(made), retain_graph=True)))
+        back = partial(torch.autograd.grad, made, (q, k, v), torch.ones_like(made), retain_graph=True)
+        works.append(("gradients", 2.5, back))
     batch, heads, positions, width = sizes
-    for passes, work in works:
+    for of, passes, work in works:
         seconds = clock.seconds(work, runs=clock.effort.few)
         yield {
             "kernel": "attention",
             "dtype": str(dtype).removeprefix("torch."),
+            "of": of,
             "flops": 4 * batch * heads * positions * positions * width * passes * (0.5 if causal else 1.0),
             "bytes": 4 * passes * q.nbytes,
             "positions": positions,
