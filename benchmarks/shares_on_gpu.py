@@ -2,6 +2,7 @@
 
     python -m benchmarks.shares_on_gpu --plan out/shares       # anywhere: searches the plans
     python -m benchmarks.shares_on_gpu --measure out/shares    # on a machine with one GPU
+    python -m benchmarks.shares_on_gpu --table                 # into docs/accuracy/single_gpu.md
 
 The rank is the first of its job; its process group is torch's fake one, whose collectives return at once and leave in
 their results what was there. So the numbers that a step computes mean nothing, while every kernel, every buffer and
@@ -121,6 +122,26 @@ def _initialise(module: Any) -> None:
         each.data.normal_(std=0.02) if each.dim() > 1 else each.data.fill_(1.0)
 
 
+def table(path: Path) -> list[dict[str, Any]]:
+    """Return rows of what was measured beside what the plans say."""
+    rows = []
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        bytes_ = line["predicted_bytes"] - line["predicted_reserved"]
+        rows.append(
+            {
+                "plan": line["case"],
+                "fixed": CASES[line["case"]][2],
+                "computing, s": f"{line['measured_s']:.4f}",
+                "predicted": f"{line['predicted_compute_s']:.4f}",
+                "error": f"{line['predicted_compute_s'] / line['measured_s'] - 1:+.1%}",
+                "peak, GiB": f"{line['gradients_peak_bytes'] / 2**30:.2f}",
+                "predicted, GiB": f"{bytes_ / 2**30:.2f}",
+                "error of memory": f"{bytes_ / line['gradients_peak_bytes'] - 1:+.1%}",
+            }
+        )
+    return rows
+
+
 def main() -> int:
     """Do what was asked for, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -129,12 +150,17 @@ def main() -> int:
     parser.add_argument("--measure", type=Path, help="folder of plans")
     parser.add_argument("--on", default="cuda", help="torch's device")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds that a case may take")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     if args.alone:
         found = share(args.alone, args.measure / f"{args.alone}.json", args.on)
         sys.stdout.write(json.dumps({"benchmark": "shares_on_gpu", "case": args.alone, **found}) + "\n")
+        return 0
+    if args.table:
+        rows = table(args.output)
+        record.renew({"shares on one GPU": record.markdown(rows, list(rows[0]))})
         return 0
     for name in args.cases:
         if args.plan:

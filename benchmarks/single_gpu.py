@@ -1,8 +1,8 @@
 """Training steps on one GPU, predicted and measured: plain PyTorch's, and those of the program that autopar makes.
 
     python -m benchmarks.single_gpu --measure                          # on a machine with a GPU
-    python -m benchmarks.single_gpu --predict                          # anywhere: beside what was measured
-    python -m benchmarks.single_gpu --operators llama_1b               # which operators are priced wrongly
+    python -m benchmarks.single_gpu --predict --cluster h200:1         # anywhere: what plans say
+    python -m benchmarks.single_gpu --table                            # both, into docs/accuracy/single_gpu.md
 
 Models of transformers train in bfloat16 (autocast, parameters and AdamW in float32) on random data. A step is forward,
 backward and AdamW; several run in a row before the host waits for them, and of such runs the median counts. Memory is
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -285,10 +285,39 @@ def predict(args: argparse.Namespace) -> None:
         record.write(line | predicted(CASES[name], cluster), args.output)
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file of results."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        yield json.loads(line)
+def table(path: Path, cluster: str, name: str) -> list[dict[str, Any]]:
+    """Return rows of what was measured on a device of a name beside what plans said of it: the first time and the last.
+
+    Predicted the first time is what nothing that was measured there had a part in.
+    """
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for case in CASES:
+        mine = [line for line in lines if line["case"] == case]
+        said = [line for line in mine if line["way"] == "predicted" and line["device"] == cluster]
+        took = {line["way"]: line for line in mine if name in line["device"]}
+        if not said or "autopar" not in took:
+            continue
+        ours, bytes_ = took["autopar"], said[-1]["predicted_bytes"] - said[-1]["reserved"]
+        rows.append(
+            {
+                "model": case,
+                "PyTorch, s": _seconds(took.get("plain")),
+                "autopar, s": _seconds(ours),
+                "predicted blind": f"{said[0]['predicted_s']:.4f}",
+                "error": f"{said[0]['predicted_s'] / ours['measured_s'] - 1:+.1%}",
+                "predicted now": f"{said[-1]['predicted_s']:.4f}",
+                "error now": f"{said[-1]['predicted_s'] / ours['measured_s'] - 1:+.1%}",
+                "peak, GiB": f"{ours['gradients_peak_bytes'] / 2**30:.2f}",
+                "predicted": f"{bytes_ / 2**30:.2f}",
+                "error of memory": f"{bytes_ / ours['gradients_peak_bytes'] - 1:+.1%}",
+            }
+        )
+    return rows
+
+
+def _seconds(line: Mapping[str, Any] | None) -> str:
+    return f"{line['measured_s']:.4f}" if line else ""
 
 
 def main() -> int:
@@ -300,6 +329,8 @@ def main() -> int:
     parser.add_argument("--on", default="cuda", help="torch's device")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--card", default="NVIDIA H200", help="what the device of the table calls itself")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a case may take, its turn awaited")
     parser.add_argument("--ready", type=int, default=3, help="processes, of which one measures and others get ready")
@@ -313,6 +344,9 @@ def main() -> int:
         measure(args)
     if args.predict:
         predict(args)
+    if args.table:
+        rows = table(args.output, args.cluster, args.card)
+        record.renew({"single GPU": record.markdown(rows, list(rows[0]))})
     return 0
 
 

@@ -266,7 +266,9 @@ def calibrated_groups(
         raise _of_another_machine(origin, calibration.machine, list(dict.fromkeys(differs)))
     inside, first = by_name.get("node"), by_name.get(names[1])
     made = tuple(
-        _with_cores(replace(group, node=_calibrated_node(group.node, calibration.device, inside, first)), calibration)
+        _with_cores(
+            replace(group, node=_calibrated_node(group.node, _measured(calibration), inside, first)), calibration
+        )
         if group in fitting
         else group
         for group in groups
@@ -300,6 +302,14 @@ def _links_differ(by_name: Mapping[str, LevelFigures], node: NodeSpec, names: Se
         if name == "node" and level.topology != link.topology:
             differs.append(f"its level {name!r} is a {level.topology}, the cluster's a {link.topology}")
     return differs
+
+
+def _measured(calibration: Calibration) -> DeviceSpec | None:
+    """Return the device that was measured; where attention was, no other library's figure stands beside it."""
+    timed = any(each.get("kernel") == "attention" for each in calibration.samples)
+    if calibration.device is None or not timed:
+        return calibration.device
+    return replace(calibration.device, vendor_attention_efficiency=0.0)
 
 
 def _calibrated_node(

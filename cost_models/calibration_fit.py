@@ -274,9 +274,11 @@ def _at_peak(device: DeviceSpec, dtype: str, peak: float) -> DeviceSpec:
 def _fit_attention(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[DeviceSpec, list[Fitted]]:
     of = [each for each in samples if each["dtype"] in device.peak_flops]
     seconds = np.array([median_s(each) for each in of])
+    # What was timed is what torch chooses there: no other library's figure stands beside it.
+    alone = replace(device, vendor_attention_efficiency=0.0)
 
     def predicted(now: Mapping[str, float]) -> Any:
-        fitted = replace(device, attention_efficiency=now["efficiency"], attention_half=now["half"])
+        fitted = replace(alone, attention_efficiency=now["efficiency"], attention_half=now["half"])
         seen = [each.get("positions", float("inf")) for each in of]
         made = [attention_s(e["flops"], e["bytes"], e["dtype"], fitted, keys) for e, keys in zip(of, seen, strict=True)]
         return np.array([float(each) for each in made])
@@ -291,7 +293,7 @@ def _fit_attention(device: DeviceSpec, samples: Sequence[Sample]) -> tuple[Devic
     error = _median_error(predicted(best), seconds)
     found = [Fitted("attention_efficiency", best["efficiency"], "fraction", spread(of), error, len(of))]
     found += [Fitted("attention_half", best["half"], "count", spread(of), error, len(of))] if half else []
-    return replace(device, attention_efficiency=best["efficiency"], attention_half=best["half"]), found
+    return replace(alone, attention_efficiency=best["efficiency"], attention_half=best["half"]), found
 
 
 def fit_level(levels: Sequence[Level], at: int, samples: Sequence[Sample]) -> tuple[Level, list[Fitted]]:

@@ -265,7 +265,7 @@ def attention_s(
     """
     peak = device.flops_for(dtype)
     arithmetic = FORMULAS["attention"].evaluate(
-        flops=flops, ha=device.attention_half, keys=keys, P=peak, e=device.attention_efficiency
+        flops=flops, ha=device.attention_half, keys=keys, P=peak, e=device.attention_share
     )
     return _on_device(arithmetic, bytes_moved, device)
 

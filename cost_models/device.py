@@ -137,6 +137,9 @@ class DeviceSpec:
     attention_heads: tuple[int, ...] = ()
     """Sizes of heads that fused attention kernels are built for; others are padded to the next. Empty: any size."""
 
+    own_programs: bool = True
+    """Whether what runs are our own programs, PyTorch's kernels one by one, and not software that others measured."""
+
     fusion: float = 0.0
     """Share of the traffic between memory-bound operators that the software's fused kernels keep off memory."""
 
@@ -202,6 +205,11 @@ class DeviceSpec:
             raise CostModelError(message)
         return self.peak_flops[key]
 
+    @property
+    def attention_share(self) -> float:
+        """Return the fraction of peak of attention kernels: our own programs have the vendor's, as torch on Hopper."""
+        return (self.own_programs and self.vendor_attention_efficiency) or self.attention_efficiency
+
     def padded_head(self, size: float) -> float:
         """Return the size of head that a fused attention kernel computes with in place of `size`."""
         return next((float(each) for each in self.attention_heads if each >= size), size)
@@ -245,6 +253,8 @@ def catalogued_device(name: str) -> DeviceSpec:
         attention_half=catalog.number(entry, "attention_half", 0.0),
         attention_block=int(catalog.number(entry, "attention_block", 1)),
         matmul_best={k: float(f.value) for k, f in catalog.mapping(entry, "matmul_best").items()},
+        convolution_efficiency={k: float(f.value) for k, f in catalog.mapping(entry, "convolution_efficiency").items()},
+        convolution_half=(0, 0, int(catalog.number(entry, "matmul_half_k"))),
         multiprocessors=int(catalog.number(entry, "multiprocessors")),
         reserved_bytes=int(catalog.number(entry, "reserved")),
         transcendentals_per_s=catalog.number(entry, "transcendentals", 0.0),

@@ -28,6 +28,7 @@ _KEYS = (
     "convolution_efficiency",
     "convolution_half",
     "attention_efficiency",
+    "vendor_attention_efficiency",
     "attention_half",
     "attention_block",
     "kernel_launch",
@@ -86,6 +87,7 @@ def read_device(name: str, section: Section) -> DeviceSpec:
         convolution_efficiency=_fractions(section, "convolution_efficiency", base.convolution_efficiency),
         convolution_half=_half(section, "convolution_half", base.convolution_half),
         attention_efficiency=section.share("attention_efficiency", base.attention_efficiency),
+        vendor_attention_efficiency=_of_vendor(section, base),
         attention_half=_keys(section, base.attention_half),
         attention_block=section.count("attention_block") if "attention_block" in section else base.attention_block,
         kernel_launch_s=section.quantity("kernel_launch", units.parse_time, base.kernel_launch_s),
@@ -125,7 +127,16 @@ def device_document(device: DeviceSpec) -> dict[str, Any]:
         document["convolution_half"] = list(device.convolution_half)
     if device.catalog:
         document["catalog"] = device.catalog
+    elif device.vendor_attention_efficiency:
+        document["vendor_attention_efficiency"] = device.vendor_attention_efficiency
     return document
+
+
+def _of_vendor(section: Section, base: DeviceSpec) -> float:
+    """Return the rate of the vendor's attention; 0 where a file says what attention does, and nothing of that."""
+    name = "vendor_attention_efficiency"
+    said = "attention_efficiency" in section and not _catalog_name(section)
+    return section.share(name, 1.0) if name in section else 0.0 if said else base.vendor_attention_efficiency
 
 
 def _base(name: str, section: Section, peaks: dict[str, float]) -> DeviceSpec:

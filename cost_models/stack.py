@@ -275,6 +275,7 @@ class Stack:
         replays = self.replays or (0 < self.replays_from <= year and _is_in_racks(device))
         return replace(
             device,
+            own_programs=False,
             host_s=catalog.number(catalog.entry("stacks", "compiled") if replays else entry, "host"),
             fusion=catalog.number(entry, "fusion"),
             fuses_parts=self.fuses_parts,

@@ -19,6 +19,7 @@ from autopar.costs.expanded import Shares
 from autopar.costs.fusion import Fused, Inside
 from autopar.costs.losses import NLL_FORWARD, loss_kernels
 from autopar.costs.narrowing import Narrowed
+from autopar.costs.own_kernels import attention_factor, further_bytes, reordered_bytes
 from autopar.costs.recurrent import is_recurrent, recurrent_flops, recurrent_seconds
 from autopar.ir.graph import BALANCED, Graph, Op
 from autopar.ir.placement import Layout, local_shape
@@ -94,7 +95,7 @@ def seconds(
     ins = [[local_shape(m.shape, s.inputs[i], sizes) for i, m in enumerate(metas)] for s in strategies]
     outs = [[_local(m, s.outputs[i], sizes) for i, m in enumerate(op.outputs)] for s in strategies]
     if (products := [_products(op, i, o) for i, o in zip(ins, outs, strict=True)]) and products[0]:
-        return _multiplied(op, metas, ins, products, device, narrowed) + _fresh(op, outs, device)
+        return _multiplied(op, metas, ins, outs, products, device, narrowed) + _fresh(op, outs, device)
     if is_recurrent(op):
         return recurrent_seconds(op, ins, _compute_dtype(op, metas), device) + _fresh(op, outs, device)
     if is_attention(op):
@@ -118,6 +119,7 @@ def _multiplied(
     op: Op,
     metas: Sequence[TensorMeta],
     ins: Shapes,
+    outs: Shapes,
     products: Products,
     device: DeviceSpec,
     narrowed: Narrowed | None,
@@ -125,7 +127,11 @@ def _multiplied(
     """Return the seconds of the matrix products of each strategy, casts to a narrow type included."""
     own = _compute_dtype(op, metas)
     if op.target.startswith("aten.convolution"):
-        return _product_seconds(products, own, device.for_convolutions())
+        made = [[math.prod(s) * m.item_bytes for s, m in zip(o, op.outputs, strict=True) if m] for o in outs]
+        moved = np.array([reordered_bytes(metas, i, o, device) for i, o in zip(ins, made, strict=True)])
+        order_s = np.where(moved > 0, compute.memory_bound_s(moved, device), 0.0)
+        of = _multiplied_in(op, own, device.peak_flops)
+        return np.asarray(_product_seconds(products, of, device.for_convolutions()) + order_s, dtype=np.float64)
     if not device.narrow or narrowed is None:
         return _product_seconds(products, own, device)
     cast = [sum(math.prod(shape) for shape, new in zip(each, narrowed, strict=True) if new) for each in ins]
@@ -151,6 +157,7 @@ def _memory_bound(
     passes, made = _SPLIT_SOFTMAX.get(op.target, (0.0, 0.0))
     scores = np.array([math.prod(i[0]) * metas[0].item_bytes if i else 0 for i in ins], dtype=np.float64)
     further = split * passes * scores
+    further += np.array([further_bytes(op, metas, i, o, device) for i, o in zip(ins, outs, strict=True)])
     moved = _moved(op, metas, ins, outs, shares=shares) + further
     work = compute.memory_bound_s(moved, device, _core_work(op, ins, outs, device))
     if fused is not None and device.fusion:
@@ -233,12 +240,12 @@ def least_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> float:
     one data type at the peaks of all.
     """
     needed: dict[str, float] = {}
+    peaks = strongest_peaks(devices)
     for op in graph.ops:
         metas = [graph.meta(ref) for ref in op.refs]
         if spent := flops(op, metas):
-            dtype = canonical_dtype(_compute_dtype(op, metas))
+            dtype = _multiplied_in(op, canonical_dtype(_compute_dtype(op, metas)), peaks)
             needed[dtype] = needed.get(dtype, 0.0) + spent
-    peaks = strongest_peaks(devices)
     known = {dtype: spent for dtype, spent in needed.items() if dtype in peaks}
     alike_s = sum(spent / peaks[dtype] for dtype, spent in known.items()) / len(devices)
     together = (spent / sum(each.peak_flops.get(dtype, 0.0) for each in devices) for dtype, spent in known.items())
@@ -317,6 +324,15 @@ def _convolution_backward(op: Op, ins: Sequence[Shape]) -> list[tuple[int, int, 
     return [compute.convolution_product(pixels, weight, of) for of in wanted] or [(1, 1, 1, 1)]
 
 
+def _multiplied_in(op: Op, dtype: str, peaks: Mapping[str, float]) -> str:
+    """Return the type that an operator's products are computed in: cuDNN rounds float32's operands to TF32.
+
+    So torch asks for convolutions (`torch.backends.cudnn.allow_tf32`), and for matrix products only where users do.
+    """
+    rounds = dtype == "float32" and "tf32" in peaks and op.target.startswith("aten.convolution")
+    return "tf32" if rounds else dtype
+
+
 def _product_seconds(products: Products, dtype: str, device: DeviceSpec, result_bytes: int = 0) -> Seconds:
     total = np.zeros(len(products))
     for part in zip(*products, strict=True):
@@ -336,10 +352,13 @@ def _attention_flops(op: Op, ins: Sequence[Shape], device: DeviceSpec | None = N
     products = 5.0 if "backward" in op.target else 2.0
     widths = [float(each[-1]) if device is None else device.padded_head(each[-1]) for each in (query, value)]
     width = sum(widths) / 2
-    causal = 1.0
+    causal, factor = 1.0, 1.0
     if _is_causal(op):
         causal = 0.5 if device is None else compute.causal_share(key[-2], device.attention_block)
-    return products * 2.0 * math.prod(query[:-1]) * key[-2] * width * causal
+    if device is not None:
+        masked = len(ins) > at + (4 if "backward" in op.target else 2) + ("block_attention_backward" in op.target)
+        factor = attention_factor(width, key[-2], causal=causal < 1.0, masked=masked, device=device)
+    return products * 2.0 * math.prod(query[:-1]) * key[-2] * width * causal * factor
 
 
 _TRAINS_AT = 10

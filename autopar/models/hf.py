@@ -106,8 +106,8 @@ def _overrides(config: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
                     f"--set {key}: {type(part).__name__} has no part {name!r}{did_you_mean(name, vars(part))}"
                 )
             part, target = inner, target.setdefault(name, inner.to_dict())
-        names = {*part.to_dict(), *getattr(part, "attribute_map", {}), *_derived(type(part))}
-        if last not in names:
+        names = {*part.to_dict(), *getattr(part, "attribute_map", {})}
+        if last not in names | _derived(type(part)):
             raise UsageError(f"--set {key}: {type(part).__name__} has no {last!r}{did_you_mean(last, names)}")
         target[last] = parse_setting(key, text, getattr(part, last, None))
     return given

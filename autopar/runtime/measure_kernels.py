@@ -225,6 +225,8 @@ def _matmuls(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
 def _convolutions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
     """Yield convolutions and both halves of their backward, each with tensors that no cache holds together."""
     rate = math.inf
+    rounds = clock.on_gpu and dtype is torch.float32 and torch.backends.cudnn.allow_tf32
+    computed_in = "tf32" if rounds else str(dtype).removeprefix("torch.")
     for batch, inner, outer, side, window, stride, groups in _CONVOLUTIONS:
         settings: Any = ([stride] * 2, [window // 2] * 2, [1, 1], False, [0, 0], groups)
         image = clock.random(batch, inner, side, side, dtype=dtype)
@@ -253,7 +255,7 @@ def _convolutions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
             seconds = clock.seconds(work, max(1, int(2e8 / flops)), clock.effort.few)
             yield {
                 "kernel": "convolution",
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": computed_in,
                 "of": of,
                 "pixels": pixels,
                 "weight": list(weight.shape),

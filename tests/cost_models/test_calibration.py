@@ -111,6 +111,7 @@ def test_kernels_timed_on_a_gpu_give_back_its_constants():
         matmul_half=(0, 0, 300),
         matmul_best={},
         attention_efficiency=0.4,
+        vendor_attention_efficiency=0.0,
     )
 
     def sample(kernel: str, seconds: Any, **sizes: Any) -> dict[str, Any]:
@@ -135,6 +136,37 @@ def test_kernels_timed_on_a_gpu_give_back_its_constants():
     assert found.matmul_efficiency["float32"] == pytest.approx(0.6, rel=0.02)
     assert found.attention_efficiency == pytest.approx(0.4, rel=0.02)
     assert max(each.error for each in figures) < 0.02
+
+
+H200 = Path(__file__).parents[2] / "benchmarks" / "results" / "calibration_h200.json"
+
+
+def test_a_calibration_of_a_gpu_is_read_and_its_attention_stands_for_the_vendors_too(tmp_path: Path):
+    made = json.loads(H200.read_text())
+    rest = [each for each in made["samples"] if each["kernel"] != "attention"]
+    cluster = {"version": 1, "name": "one", "nodes": {"node": {"device": "h200", "count": 1}}}
+    cluster |= {"groups": [{"node": "node", "count": 1}], "calibration": "calibration.json"}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    vendors = catalogued_device("h200").vendor_attention_efficiency
+
+    for samples, expected in ((made["samples"], made["device"]["attention_efficiency"]), (rest, vendors)):
+        (tmp_path / "calibration.json").write_text(json.dumps({**made, "samples": samples}))
+        spec = ClusterSpec.from_file(tmp_path / "cluster.yaml")
+
+        assert spec.device.attention_share == expected
+        assert ClusterSpec.from_dict(spec.to_dict()).device == spec.device
+
+
+def test_the_kernels_timed_on_an_h200_are_fitted_as_its_calibration_says():
+    made = json.loads(H200.read_text())
+
+    found, figures = fit_device(catalogued_device("h200"), made["samples"])
+
+    assert found.attention_efficiency == pytest.approx(made["device"]["attention_efficiency"])
+    assert found.memory_half_bytes == pytest.approx(14.4e6, rel=0.01)
+    errors = {each.figure: each.error for each in figures}
+    assert errors["matmul.bfloat16"] < 0.05
+    assert max(errors.values()) < 0.2
 
 
 def test_an_allocator_that_keeps_memory_has_no_fresh_size():

@@ -200,3 +200,9 @@ def test_inputs_that_no_setting_tells_are_refused_with_the_way_out():
         UsageError, match=r"^hf:canine reads token ids, and its configuration has no vocab_size, .*factory"
     ):
         resolve("hf:canine", batch=4, seq=32)
+
+
+def test_a_setting_that_a_configuration_keeps_as_another_is_set():
+    model = resolve("hf:vit", overrides={"num_labels": "7", "num_hidden_layers": "1"}).model
+
+    assert dict(model.named_parameters())["classifier.bias"].shape == (7,)
