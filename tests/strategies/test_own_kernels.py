@@ -99,7 +99,7 @@ def test_attention_is_priced_near_what_was_measured(name: str):
 def test_prices_are_near_what_was_measured(name: str):
     graph, target, measured_us = MEASURED[name]
 
-    assert price(graph, target, H200) * 1e6 == pytest.approx(measured_us, rel=0.25)
+    assert price(graph, target, H200) * 1e6 == pytest.approx(measured_us, rel=0.2)
 
 
 @pytest.mark.parametrize("name", MEASURED)
