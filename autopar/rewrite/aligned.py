@@ -14,12 +14,19 @@ import torch
 from torch import fx
 
 from autopar.rewrite.beside import beside
+from autopar.rewrite.marks import COLLECTIVES
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm.default: 0, _ATEN.addmm.default: 1}
 """By product, the place of its left operand; the right one follows, and what is added comes first."""
 
-_VIEWS: Any = (_ATEN.view.default, _ATEN._unsafe_view.default)
+_VIEWS = frozenset(
+    {
+        _ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default,
+        _ATEN.slice.Tensor, _ATEN.unsqueeze.default, _ATEN.detach.default, _ATEN.alias.default,
+    }
+)  # fmt: skip
+"""What reads a product without copying it, as far as it is seen here."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -72,13 +79,15 @@ def _aligned(node: fx.Node, at: int, made: _Padded) -> bool:
 
 
 def _can_be_read(node: fx.Node, value: torch.Tensor) -> bool:
-    """Return whether all views of a node can be made of a value with gaps between its rows."""
+    """Return whether who reads a node, or a view of it, can read a value with gaps between its rows."""
     for user in node.users:
-        if user.target not in _VIEWS or user.args[0] is not node:
+        if user.target in COLLECTIVES and not value.is_contiguous():
+            return False
+        target: Any = user.target
+        if target not in _VIEWS or user.args[0] is not node:
             continue
-        shape: Any = user.args[1]
         try:
-            made = value.view(shape)
+            made = target(value, *user.args[1:], **user.kwargs)
         except (RuntimeError, ValueError):  # of kernels, of their stand-ins on fake tensors
             return False
         if not _can_be_read(user, made):

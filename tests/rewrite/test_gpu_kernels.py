@@ -103,6 +103,36 @@ def test_a_result_that_is_flattened_lies_without_gaps():
     torch.testing.assert_close(gm(left, right), (left @ right).view(-1))
 
 
+@pytest.mark.parametrize("viewed", [False, True], ids=["itself", "a view"])
+def test_a_result_that_travels_lies_without_gaps(viewed: bool):
+    left, right = matrix(304, 304), matrix(304, 301)
+    gm = program(lambda a, b: torch.mm(a, b).view(8, 38, 301).transpose(0, 1).neg(), left, right)
+    (last,) = gm.graph.find_nodes(op="call_function", target=aten.neg.default)
+    (product,) = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
+    with gm.graph.inserting_before(last):
+        sent = last.args[0] if viewed else product
+        gm.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (sent, "sum", "group"))
+
+    assert AlignedProducts()(gm) == 1
+
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
+    copies = gm.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert [each.meta["val"].is_contiguous() for each in copies] == [True]
+    assert isinstance(call.args[0], fx.Node)
+
+
+def test_rows_of_a_product_travel_as_they_are():
+    left, right = matrix(301, 304, turned=True), matrix(304, 304)
+    gm = program(lambda a, b: torch.mm(a, b).neg(), left, right)
+    (last,) = gm.graph.find_nodes(op="call_function", target=aten.neg.default)
+    with gm.graph.inserting_before(last):
+        gm.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (last.args[0], "sum", "group"))
+
+    assert AlignedProducts()(gm) == 1
+
+    assert not gm.graph.find_nodes(op="call_function", target=aten.clone.default)
+
+
 class Odd(nn.Module):
     """Norms of 16 bits by weights of 32, and a head of an odd number of classes."""
 
