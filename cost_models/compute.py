@@ -130,30 +130,48 @@ _TILES: Sequence[tuple[int, int, float]] = (
 _SPLITS = (1, 2, 4, 8)
 
 _SHORT_BYTES = 2
-_ALIGNED_ELEMENTS = 8
+ALIGNED_ELEMENTS = 8
 """Rows of 16-bit batched products that are no multiple of 16 bytes keep them from tensor cores.
 
 NVIDIA, 'Matrix Multiplication Background User's Guide', "Requirements to use Tensor Cores". That it is so for batched
 products of 2022: BigScience's table of numbers of heads (chronicles-prequel.md of tr11-176B-ml), in which heads of 108
-take as long as float32 arithmetic in five of five runs, heads of 104, 144 and 216 do not. Single products are left out:
-libraries have slower kernels for them which use tensor cores all the same.
+take as long as float32 arithmetic in five of five runs, heads of 104, 144 and 216 do not. For single products libraries
+have kernels that use tensor cores all the same, as fast as their loads of so few bytes let them.
+"""
+
+_UNALIGNED_FLOPS = {1: 1.0e12, 2: 2.0e12, 4: 2.0e12}
+"""By elements of 16 bits that rows are aligned by: FLOP/s of a multiprocessor in single products.
+
+Of an H200 (132 multiprocessors): rows of an odd number of elements 124 TFLOP/s over the three products of a layer, 0.13
+to 0.19 of those of aligned ones; rows of 2 or 4 elements 0.35 of these (docs/accuracy/single_gpu.md). An A100's 108
+come to 0.41 of its rate by this: GPT-2's step with 50304 tokens for 50257, 0.8 (nanoGPT, as remembered), asks for 0.44.
 """
 _CHOICES = np.array([(*tile, split) for tile in _TILES for split in _SPLITS], dtype=np.float64)
 
 
 def matmul_s(
-    batch: Size, m: Size, n: Size, k: Size, dtype: str, device: DeviceSpec, result_bytes: int = 0
+    batch: Size,
+    m: Size,
+    n: Size,
+    k: Size,
+    dtype: str,
+    device: DeviceSpec,
+    result_bytes: int = 0,
+    aligned: Size = ALIGNED_ELEMENTS,
 ) -> FloatArray:
     """Return the time in seconds of `batch` products [m, k] @ [k, n] in one kernel.
 
     Sizes may be arrays that broadcast together. `result_bytes`: of an element of the result; 0: as of the operands'.
+    `aligned`: elements of 16 bits that all rows are aligned by, 1, 2, 4 or 8, where software does not pad them.
     Raises `CostModelError` where the device has no rate for `dtype`.
     """
     sizes = [np.asarray(each, dtype=np.float64) for each in (batch, m, n, k)]
     item = dtype_bytes(dtype)
     moved = FORMULAS["matmul_bytes"].evaluate(**_named(sizes), d=item, r=result_bytes or item)
-    work = _on_device(matmul_compute_s(batch, m, n, k, dtype, device), moved, device)
-    return np.maximum(work, _at_best_s(sizes, dtype, device))
+    arithmetic = np.maximum(
+        matmul_compute_s(batch, m, n, k, dtype, device), _unaligned_s(sizes, np.asarray(aligned), dtype, device)
+    )
+    return np.maximum(_on_device(arithmetic, moved, device), _at_best_s(sizes, dtype, device))
 
 
 def convolution_product(pixels: int, weight: Sequence[int], of: str) -> tuple[int, int, int, int]:
@@ -191,7 +209,7 @@ def matmul_compute_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device:
     fastest: FloatArray = np.min(times, axis=-1)
     if dtype_bytes(dtype) != _SHORT_BYTES:
         return fastest
-    unaligned = (b > 1) & ((columns % _ALIGNED_ELEMENTS > 0) | (inner % _ALIGNED_ELEMENTS > 0))
+    unaligned = (b > 1) & ((columns % ALIGNED_ELEMENTS > 0) | (inner % ALIGNED_ELEMENTS > 0))
     plain = FORMULAS["matmul_smooth"].evaluate(
         **_named([b, rows, columns, inner]),
         hm=0,
@@ -201,6 +219,15 @@ def matmul_compute_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device:
         e=device.matmul_efficiency_for("float32"),
     )
     return np.where(unaligned, np.maximum(fastest, plain), fastest)
+
+
+def _unaligned_s(sizes: Sequence[FloatArray], aligned: npt.NDArray[Any], dtype: str, device: DeviceSpec) -> FloatArray:
+    """Return the seconds that loads of so few elements hold single products back for; 0 where they do not."""
+    if device.pads or not device.multiprocessors or dtype_bytes(dtype) != _SHORT_BYTES:
+        return np.zeros_like(sizes[0])
+    flops = 2.0 * sizes[1] * sizes[2] * sizes[3] * (sizes[0] == 1)
+    slow = [np.where(aligned == each, flops / rate, 0.0) for each, rate in _UNALIGNED_FLOPS.items()]
+    return np.asarray(sum(slow) / device.multiprocessors, dtype=np.float64)
 
 
 def _at_best_s(sizes: Sequence[FloatArray], dtype: str, device: DeviceSpec) -> FloatArray:

@@ -140,6 +140,9 @@ class DeviceSpec:
     own_programs: bool = True
     """Whether what runs are our own programs, PyTorch's kernels one by one, and not software that others measured."""
 
+    pads: bool = True
+    """Whether the software pads matrices whose rows are not aligned before it multiplies them, as ours does."""
+
     fusion: float = 0.0
     """Share of the traffic between memory-bound operators that the software's fused kernels keep off memory."""
 

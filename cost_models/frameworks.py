@@ -61,6 +61,7 @@ _FRAMEWORKS = (
             shards_states_from=2023,
             flat_copies=True,
             cross_entropy="vocab_parallel",
+            pads=True,
         ),
     ),
     (
@@ -73,6 +74,7 @@ _FRAMEWORKS = (
             shards_states_from=2023,
             flat_copies=True,
             cross_entropy="vocab_parallel",
+            pads=True,
         ),
     ),
     (
@@ -98,6 +100,7 @@ _FRAMEWORKS = (
             gathers_again=True,
             cross_entropy="vocab_parallel",
             core_from=2024,
+            pads=True,
         ),
     ),
     (
@@ -115,7 +118,7 @@ _FRAMEWORKS = (
         r"flash.?att",
         Stack("fused", float32_gradients=False, overlaps=True, joins=True, autocasts=True, cross_entropy="flash"),
     ),
-    (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True)),
+    (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True, pads=True)),
     (
         r"nanotron",
         Stack(
@@ -138,7 +141,10 @@ _FRAMEWORKS = (
             compiles_loss_from=2025,
         ),
     ),
-    (r"(tensorflow|keras).*xla|xla.*(tensorflow|keras)", replace(_TENSORFLOW, kernels="compiled", cross_entropy="")),
+    (
+        r"(tensorflow|keras).*xla|xla.*(tensorflow|keras)",
+        replace(_TENSORFLOW, kernels="compiled", cross_entropy="", pads=True),
+    ),
     (r"tensorflow|keras", _TENSORFLOW),
     (
         r"maxtext|\bpax|paxml|jax|xla|flax|levanter|marin|easylm|t5x|praxis|\balpa\b",
@@ -148,6 +154,7 @@ _FRAMEWORKS = (
             overlaps=True,
             reruns_all=False,
             saves_products=True,
+            pads=True,
             vendor_attention=True,
             cross_entropy="",
         ),
@@ -181,4 +188,4 @@ def stack_of(framework: str, compiled: bool) -> Stack:
     found = next((each for pattern, each in _FRAMEWORKS if re.search(pattern, framework.lower())), pytorch())
     if not compiled:
         return found
-    return replace(found, kernels="compiled", cross_entropy="", reruns_cheap=found.kernels != "compiled")
+    return replace(found, kernels="compiled", cross_entropy="", reruns_cheap=found.kernels != "compiled", pads=True)

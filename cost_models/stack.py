@@ -78,6 +78,13 @@ class Stack:
     from unpermutation to activation function of GroupedMLP" (its CHANGELOG.md; `weighted_bias_swiglu_impl`).
     """
 
+    pads: bool = False
+    """Whether rows of matrices are padded until they are aligned: vocabularies, or operands by a compiler.
+
+    `make_vocab_size_divisible_by` of Megatron-LM and what comes of it (128 a rank); `pad_mm` of torch.compile; XLA's
+    `CublasPadForGemms`. nanotron pads a vocabulary to a multiple of its tensor-parallel ranks, and no further.
+    """
+
     joins_exchanges_from: int = 0
     """Year from which a token goes to a node once, however many of its experts are there; 0: never.
 
@@ -276,6 +283,7 @@ class Stack:
         return replace(
             device,
             own_programs=False,
+            pads=self.pads,
             host_s=catalog.number(catalog.entry("stacks", "compiled") if replays else entry, "host"),
             fusion=catalog.number(entry, "fusion"),
             fuses_parts=self.fuses_parts,
@@ -329,6 +337,7 @@ CORE = Stack(
     keeps_narrow=True,
     rings=True,
     joins=True,
+    pads=True,
     fuses_parts=True,
     vendor_attention=True,
     sums_in_products=True,

@@ -17,6 +17,7 @@ from autopar.costs.expanded import index_shares
 from autopar.costs.liveness import gradients_of
 from autopar.costs.operators import seconds
 from autopar.costs.optimizer import state_bytes
+from autopar.costs.surroundings import Surroundings
 from autopar.ir.graph import Graph, Op
 from autopar.ir.roles import base_of, of_parameters, parameter_like
 from autopar.ir.stages import stage_of, units
@@ -200,8 +201,8 @@ class Floors:
         if op.kind != "call":
             return 0.0
         metas = tuple(self.graph.meta(ref) for ref in op.refs)
-        shares = index_shares(self.graph).get(op.name)
-        return float(seconds(op, metas, options, sizes, device, shares=shares).min(initial=np.inf))
+        around = Surroundings(shares=index_shares(self.graph).get(op.name))
+        return float(seconds(op, metas, options, sizes, device, around).min(initial=np.inf))
 
 
 def _alike(

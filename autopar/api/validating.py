@@ -260,9 +260,9 @@ def _fixed(read: TrainingRow) -> dict[str, int | str | bool]:
 def _program_key(read: TrainingRow) -> ProgramKey:
     """Return what decides a row's program: sizes, vocabulary as padded, batch, sequence, types."""
     short = read.stack.float32_gradients and read.precision == "bf16"
-    multiple = _VOCAB_MULTIPLE * read.tp
+    multiple = _VOCAB_MULTIPLE * read.tp if read.stack.pads else read.tp
     vocab = read.architecture.vocab
-    if vocab % (multiple // 2):
+    if vocab % max(multiple // 2, read.tp):
         vocab = -(-vocab // multiple) * multiple
     return ProgramKey(
         read.architecture,

@@ -14,19 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.costs.alignment import aligned_elements
 from autopar.costs.core_work import evaluations
 from autopar.costs.expanded import Shares
 from autopar.costs.fusion import Fused, Inside
 from autopar.costs.losses import NLL_FORWARD, loss_kernels
-from autopar.costs.narrowing import Narrowed
 from autopar.costs.own_kernels import attention_factor, further_bytes, reordered_bytes
 from autopar.costs.recurrent import is_recurrent, recurrent_flops, recurrent_seconds
+from autopar.costs.surroundings import ALONE, Surroundings
 from autopar.ir.graph import BALANCED, Graph, Op
 from autopar.ir.placement import Layout, local_shape
 from autopar.ir.roles import is_attention, is_view
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.tensor import TensorMeta
 from cost_models import compute
+from cost_models.compute import ALIGNED_ELEMENTS
 from cost_models.device import DeviceSpec, canonical_dtype, dtype_bytes
 from cost_models.weakest import strongest_peaks
 
@@ -77,15 +79,9 @@ def seconds(
     strategies: Sequence[MeshStrategy],
     sizes: tuple[int, ...],
     device: DeviceSpec,
-    fused: Fused | None = None,
-    narrowed: Narrowed | None = None,
-    shares: Shares | None = None,
+    around: Surroundings = ALONE,
 ) -> Seconds:
     """Return the seconds of `op` on one device for each strategy; inner collectives are not included.
-
-    `fused`: what of its traffic stays inside a kernel with its neighbours, where the device's software fuses.
-    `shares`: how much of each tensor that it reads is in memory; None: all.
-    `narrowed`: of a product that computes in `device.narrow`, what is cast for it; None: it computes in its own type.
 
     Raises:
         CostModelError: the device has no compute rate for the operator's type.
@@ -95,13 +91,13 @@ def seconds(
     ins = [[local_shape(m.shape, s.inputs[i], sizes) for i, m in enumerate(metas)] for s in strategies]
     outs = [[_local(m, s.outputs[i], sizes) for i, m in enumerate(op.outputs)] for s in strategies]
     if (products := [_products(op, i, o) for i, o in zip(ins, outs, strict=True)]) and products[0]:
-        return _multiplied(op, metas, ins, outs, products, device, narrowed) + _fresh(op, outs, device)
+        return _multiplied(op, metas, ins, outs, products, device, around) + _fresh(op, outs, device)
     if is_recurrent(op):
         return recurrent_seconds(op, ins, _compute_dtype(op, metas), device) + _fresh(op, outs, device)
     if is_attention(op):
         flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
         keys = np.array([max(1, i[_keys_at(op)][-2]) for i in ins], dtype=np.float64)
-        moved = _moved(op, metas, ins, outs, shares=shares)
+        moved = _moved(op, metas, ins, outs, shares=around.shares)
         if trains_mask(op) and device.kind != "cpu":
             moved += 2.0 * np.array([score_bytes(op, metas, each) for each in ins], dtype=np.float64)
         attention = compute.attention_s(flops, moved, _compute_dtype(op, metas), device, keys)
@@ -112,7 +108,7 @@ def seconds(
         of_scores = np.array([math.prod(i[theirs.scores]) * item for i in ins], dtype=np.float64)
         return np.asarray(compute.memory_bound_s(theirs.passes * of_scores, device), dtype=np.float64)
     split = np.array([any(axis.lowering == "class" for axis in s.axes) for s in strategies], dtype=np.float64)
-    return _memory_bound(op, metas, ins, outs, split, device, fused, shares)
+    return _memory_bound(op, metas, ins, outs, split, device, around.fused, around.shares)
 
 
 def _multiplied(
@@ -122,7 +118,7 @@ def _multiplied(
     outs: Shapes,
     products: Products,
     device: DeviceSpec,
-    narrowed: Narrowed | None,
+    around: Surroundings,
 ) -> Seconds:
     """Return the seconds of the matrix products of each strategy, casts to a narrow type included."""
     own = _compute_dtype(op, metas)
@@ -132,9 +128,10 @@ def _multiplied(
         order_s = np.where(moved > 0, compute.memory_bound_s(moved, device), 0.0)
         of = _multiplied_in(op, own, device.peak_flops)
         return np.asarray(_product_seconds(products, of, device.for_convolutions()) + order_s, dtype=np.float64)
-    if not device.narrow or narrowed is None:
-        return _product_seconds(products, own, device)
-    cast = [sum(math.prod(shape) for shape, new in zip(each, narrowed, strict=True) if new) for each in ins]
+    if not device.narrow or around.narrowed is None:
+        aligned = np.array([aligned_elements(op, each, around.across) for each in ins])
+        return _product_seconds(products, own, device, aligned=aligned)
+    cast = [sum(math.prod(shape) for shape, new in zip(each, around.narrowed, strict=True) if new) for each in ins]
     elements = np.array(cast, dtype=np.float64)
     casts = compute.narrowing_s(elements, dtype_bytes(own), device.narrow, device) * (elements > 0)
     return _product_seconds(products, device.narrow, device, dtype_bytes(own)) + casts
@@ -333,11 +330,13 @@ def _multiplied_in(op: Op, dtype: str, peaks: Mapping[str, float]) -> str:
     return "tf32" if rounds else dtype
 
 
-def _product_seconds(products: Products, dtype: str, device: DeviceSpec, result_bytes: int = 0) -> Seconds:
+def _product_seconds(
+    products: Products, dtype: str, device: DeviceSpec, result_bytes: int = 0, aligned: compute.Size = ALIGNED_ELEMENTS
+) -> Seconds:
     total = np.zeros(len(products))
     for part in zip(*products, strict=True):
         batch, m, n, k = (np.array(column, dtype=np.float64) for column in zip(*part, strict=True))
-        total += compute.matmul_s(batch, m, n, k, dtype, device, result_bytes)
+        total += compute.matmul_s(batch, m, n, k, dtype, device, result_bytes, aligned)
     return total
 
 

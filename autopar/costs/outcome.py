@@ -10,15 +10,13 @@ from math import prod
 
 from autopar.costs import operators
 from autopar.costs.buckets import Clock, runs_of, together
-from autopar.costs.expanded import index_shares
-from autopar.costs.fusion import fused_traffic
 from autopar.costs.held import held_curve, held_memory, merging_bytes, needed_until
 from autopar.costs.issued import Issued
 from autopar.costs.issuing import issued
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import gradient_indices
 from autopar.costs.moves import roots_of
-from autopar.costs.narrowing import narrowed_products
+from autopar.costs.surroundings import surroundings
 from autopar.costs.table import Pricing
 from autopar.costs.timing import Timing, timing
 from autopar.costs.travelling import beyond, travelling
@@ -144,9 +142,7 @@ class Outcome:
         graph, strategy = self.graph, self.strategy(op.name)
         metas = tuple(graph.meta(ref) for ref in op.refs)
         device, sizes = self.links.cluster.device, self.links.sizes
-        fused, cast = fused_traffic(graph).get(op.name), narrowed_products(graph).get(op.name)
-        shares = index_shares(graph).get(op.name)
-        spent = operators.seconds(op, metas, [strategy], sizes, device, fused, cast, shares)
+        spent = operators.seconds(op, metas, [strategy], sizes, device, surroundings(graph, op))
         if self.microbatches > 1 and self.links.sums_whole:
             spent = spent + operators.accumulation_seconds(op, gradient_indices(graph, op), [strategy], sizes, device)
         time = None

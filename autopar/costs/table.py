@@ -17,16 +17,14 @@ import numpy.typing as npt
 from autopar.costs import operators
 from autopar.costs.clusters import Cluster, build, gathered_first, gathered_in_phase
 from autopar.costs.copies import Copies
-from autopar.costs.expanded import index_shares
-from autopar.costs.fusion import fused_traffic
 from autopar.costs.links import UNREACHABLE, Links
 from autopar.costs.liveness import CopyLife, Holdings, gradient_indices, is_term, prefetched
-from autopar.costs.narrowing import narrowed_products
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.regathers import sharers_again
 from autopar.costs.segments import Segments
 from autopar.costs.sharing import Reader, Sharing, sharers
 from autopar.costs.stage_memory import Split, StageHoldings
+from autopar.costs.surroundings import surroundings
 from autopar.costs.workspaces import workspace_bytes
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.microbatches import parted
@@ -186,13 +184,12 @@ class Builder:
     def _op_seconds(self, op: Op, metas: tuple[TensorMeta, ...], strategies: list[MeshStrategy]) -> Floats:
         if op.kind != "call" or is_view(op):
             return np.zeros(len(strategies))
-        fused = fused_traffic(self.graph).get(op.name)
         summed = gradient_indices(self.graph, op) if self._microbatches > 1 and self.links.sums_whole else ()
-        known = fused, narrowed_products(self.graph).get(op.name), index_shares(self.graph).get(op.name)
-        key = (op.target, metas, op.outputs, tuple(id(s) for s in strategies), str(op.args[-4:]), summed, known)
+        around = surroundings(self.graph, op)
+        key = (op.target, metas, op.outputs, tuple(id(s) for s in strategies), str(op.args[-4:]), summed, around)
         if key not in self._seconds:
             device, sizes = self.links.cluster.device, self.links.sizes
-            plain = operators.seconds(op, metas, strategies, sizes, device, *known)
+            plain = operators.seconds(op, metas, strategies, sizes, device, around)
             if summed:
                 plain = plain + operators.accumulation_seconds(op, summed, strategies, sizes, device)
             inner = np.array([self.links.inner_s(op, metas, s) for s in strategies])

@@ -153,6 +153,36 @@ def test_deepspeed_shards_the_states_of_bf16_without_being_told(change: dict[str
     assert share == pytest.approx(1 / 8 if sharded else 1.0, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("framework", "compiled", "slower"),
+    [
+        ("nanotron", "no", True),
+        ("pytorch ddp", "no", True),
+        ("pytorch ddp", "yes", False),
+        ("megatron-core", "no", False),
+        ("paxml", "yes", False),
+    ],
+)
+def test_a_vocabulary_of_50257_is_padded_or_slow(framework: str, compiled: str, slower: bool):
+    software = {"framework": framework, "compiled": compiled, "layers": "1"}
+    odd, even = (estimates_of(_row(**software, vocab=each)).breakdown.compute_s for each in ("50257", "50304"))
+
+    # Logits are most of this model's products, and take some five times as long.
+    assert (odd > 1.5 * even) is slower
+    assert slower or odd == even
+
+
+def test_ranks_have_even_shares_of_a_vocabulary_that_is_not_padded_further():
+    split = {"framework": "nanotron", "tp": "2", "dp": "4", "global_batch": "4", "layers": "1"}
+    whole, odd, even = (estimates_of(_row(**split, vocab=each)).breakdown.compute_s for each in _OF_TWO)
+
+    assert whole > 1.2 * even  # 50257 are 50258, of which each rank has 25129
+    assert odd == whole
+
+
+_OF_TWO = ("50257", "50258", "50304")
+
+
 def test_what_tensors_took_is_compared_with_tensors_alone():
     process, tensors = (
         next(iter(price_steps([(2, {**LLAMA, "gpus": "1", "dp": "1", "global_batch": "1", column: "10"})], workers=1)))

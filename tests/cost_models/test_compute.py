@@ -120,6 +120,19 @@ def test_batched_products_of_unaligned_rows_do_without_tensor_cores():
     assert single[0] <= single[1]
 
 
+def test_single_products_of_unaligned_rows_wait_for_their_loads():
+    device = replace(catalogued_device("a100-sxm-80gb"), pads=False)
+    found = [float(matmul_s(1, 8192, 8192, 4096, "bfloat16", device, aligned=each)) for each in (1, 2, 4, 8)]
+
+    # 108 multiprocessors with 1 and 2 TFLOP/s each; where rows are aligned some 250 TFLOP/s in all.
+    assert found[0] == pytest.approx(2 * 8192 * 8192 * 4096 / 108e12, rel=0.01)
+    assert found[1] == found[2] == pytest.approx(found[0] / 2, rel=0.01)
+    assert 2 < found[0] / found[3] < 3
+    assert float(matmul_s(1, 8192, 8192, 4096, "float32", device, aligned=1)) == float(
+        matmul_s(1, 8192, 8192, 4096, "float32", device)
+    )
+
+
 def test_small_work_costs_a_launch():
     gpu, cpu = catalogued_device("a100-sxm-80gb"), catalogued_device("cpu")
 

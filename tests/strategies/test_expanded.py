@@ -8,6 +8,7 @@ from torch import nn
 from autopar.capture import capture
 from autopar.costs import operators
 from autopar.costs.expanded import index_shares
+from autopar.costs.surroundings import ALONE, Surroundings
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Replicate
 from autopar.ir.strategy import MeshStrategy, Strategy
@@ -44,7 +45,8 @@ def test_its_bytes_are_not_the_kernels() -> None:
     device = catalogued_device("h100-sxm-80gb")
     shares = index_shares(graph)[op.name]
 
-    once, each = (operators.seconds(op, metas, [whole], (1,), device, shares=given)[0] for given in (shares, None))
+    known = Surroundings(shares=shares), ALONE
+    once, each = (operators.seconds(op, metas, [whole], (1,), device, around)[0] for around in known)
 
     # Buffer, values and result in float32, 4 bytes each; the index would be 8 more.
     assert 0.5 < once / each < 0.7
