@@ -116,7 +116,15 @@ _FRAMEWORKS = (
     ),
     (
         r"flash.?att",
-        Stack("fused", float32_gradients=False, overlaps=True, joins=True, autocasts=True, cross_entropy="flash"),
+        Stack(
+            "fused",
+            float32_gradients=False,
+            overlaps=True,
+            joins=True,
+            pads=True,
+            autocasts=True,
+            cross_entropy="flash",
+        ),
     ),
     (r"oneflow|libai", Stack("fused", float32_gradients=False, overlaps=True, pads=True)),
     (

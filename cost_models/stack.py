@@ -82,7 +82,8 @@ class Stack:
     """Whether rows of matrices are padded until they are aligned: vocabularies, or operands by a compiler.
 
     `make_vocab_size_divisible_by` of Megatron-LM and what comes of it (128 a rank); `pad_mm` of torch.compile; XLA's
-    `CublasPadForGemms`. nanotron pads a vocabulary to a multiple of its tensor-parallel ranks, and no further.
+    `CublasPadForGemms`; `pad_vocab_size_multiple` of flash-attention's training code (training/configs/experiment).
+    nanotron pads a vocabulary to a multiple of its tensor-parallel ranks, and no further.
     """
 
     joins_exchanges_from: int = 0
