@@ -222,10 +222,10 @@ def matmul_compute_s(batch: Size, m: Size, n: Size, k: Size, dtype: str, device:
 
 
 def _unaligned_s(sizes: Sequence[FloatArray], aligned: npt.NDArray[Any], dtype: str, device: DeviceSpec) -> FloatArray:
-    """Return the seconds that loads of so few elements hold single products back for; 0 where they do not."""
+    """Return the seconds that loads of so few elements hold products back for; 0 where they do not."""
     if device.pads or not device.multiprocessors or dtype_bytes(dtype) != _SHORT_BYTES:
         return np.zeros_like(sizes[0])
-    flops = 2.0 * sizes[1] * sizes[2] * sizes[3] * (sizes[0] == 1)
+    flops = 2.0 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
     slow = [np.where(aligned == each, flops / rate, 0.0) for each, rate in _UNALIGNED_FLOPS.items()]
     return np.asarray(sum(slow) / device.multiprocessors, dtype=np.float64)
 
