@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan", "plan_captured", "plan_reference", "read_cluster"]
 
-Cluster = ClusterSpec | str | Path
+Cluster = ClusterSpec | str | Path | Mapping[str, Any]
 
 
 def plan(
@@ -164,7 +165,7 @@ def _torch_version() -> str:
 
 
 def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -> ClusterSpec:
-    """Return the cluster that a specification, path, preset or shorthand names.
+    """Return the cluster that a specification, path, preset or shorthand names, or a cluster file's document is.
 
     Raises:
         UsageError: none is given, two are, or it cannot be read.
@@ -180,7 +181,7 @@ def read_cluster(cluster: Cluster | None, cluster_spec: Cluster | None = None) -
     if isinstance(anything, Plan):
         raise UsageError("the cluster given is a plan: pass it as plan=..., beside the cluster or without one")
     try:
-        return ClusterSpec.parse(str(given))
+        return ClusterSpec.from_dict(given) if isinstance(given, Mapping) else ClusterSpec.parse(str(given))
     except CostModelError as error:
         raise UsageError(str(error)) from None
 
