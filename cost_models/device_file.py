@@ -11,7 +11,7 @@ from math import inf, log
 from typing import Any
 
 from cost_models import catalog, units
-from cost_models.device import DTYPE_ALIASES, DTYPE_BYTES, DeviceSpec, canonical_dtype, catalogued_device
+from cost_models.device import DTYPE_ALIASES, DTYPE_BYTES, DeviceSpec, canonical_dtype, catalogued_device, host_of
 from cost_models.device_names import series_of
 from cost_models.errors import shown, suggestion
 from cost_models.section import Section
@@ -69,6 +69,7 @@ def read_device(name: str, section: Section) -> DeviceSpec:
     inherits = "preset" in section
     efficiencies, default_efficiency = _efficiencies(section.section("matmul_efficiency"), base)
     touched = set(section.data) - {"preset"}
+    launch_s = section.quantity("kernel_launch", units.parse_time, base.kernel_launch_s)
     return replace(
         base,
         name=name,
@@ -90,7 +91,8 @@ def read_device(name: str, section: Section) -> DeviceSpec:
         vendor_attention_efficiency=_of_vendor(section, base),
         attention_half=_keys(section, base.attention_half),
         attention_block=section.count("attention_block") if "attention_block" in section else base.attention_block,
-        kernel_launch_s=section.quantity("kernel_launch", units.parse_time, base.kernel_launch_s),
+        kernel_launch_s=launch_s,
+        host_s=host_of(base.kind, launch_s),
         transcendentals_per_s=_transcendentals(section, base.transcendentals_per_s),
         multiprocessors=_multiprocessors(section, base.multiprocessors),
         catalog=_catalog_name(section) if not inherits or touched else base.catalog,

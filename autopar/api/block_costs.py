@@ -30,6 +30,17 @@ class Ends(NamedTuple):
     """The optimizer's."""
 
 
+class Spent(NamedTuple):
+    """Seconds of each block in a micro-batch, by part: `forward`, `backward`, `weights`."""
+
+    seconds: Mapping[str, list[float]]
+    waiting: Mapping[str, list[float]]
+    """Of these, what takes no core: collectives, and a host that is behind."""
+
+    host_s: list[float]
+    """Of all parts, how long the device waits for its host."""
+
+
 @dataclass
 class BlockCosts:
     """The blocks of a program, priced for one micro-batch on one stage's mesh."""
@@ -43,12 +54,15 @@ class BlockCosts:
         self.graph = self.outcome.graph
 
     @cached_property
-    def units(self) -> list[Unit]:
-        """Return what each block costs."""
+    def _apart(self) -> frozenset[str]:
+        return weight_gradients(self.graph, self.of)
+
+    @cached_property
+    def _spent(self) -> Spent:
         count = len(self.paths)
         seconds = {part: [0.0] * count for part in ("forward", "backward", "weights")}
         behind, waiting = ({part: [0.0] * count for part in seconds} for _ in range(2))
-        apart = weight_gradients(self.graph, self.of)
+        apart = self._apart
         known: dict[str, float] = {}
         launched = {part: [0] * count for part in seconds}
         for op in self.graph.ops:
@@ -65,15 +79,24 @@ class BlockCosts:
                 hidden = self._hidden_s(issued)
                 waiting[part][self.of[issued.at]] += self.outcome.links.message_s(issued.message) - hidden
                 behind[part][self.of[issued.at]] += hidden
+        host_s = [0.0] * count
         device, share = self.outcome.links.cluster.device, self.outcome.links.cluster.share
         for part, found in seconds.items():
             # What is priced is what ranks take while all compute; here, what one takes that has a core.
             work = [each * share for each in found]
             shown = [each + waits for each, waits in zip(work, waiting[part], strict=True)]
             # A block's gathers run behind the block before it, which is about as long; the host runs ahead of both.
-            busy = map(max, shown, behind[part])
+            busy = [*map(max, shown, behind[part])]
             seconds[part] = [device.with_host_s(*each) for each in zip(busy, launched[part], strict=True)]
+            more = [whole - each for whole, each in zip(seconds[part], busy, strict=True)]
+            host_s = [each + further for each, further in zip(host_s, more, strict=True)]
             waiting[part] = [whole - each for whole, each in zip(seconds[part], work, strict=True)]
+        return Spent(seconds, waiting, host_s)
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Return what each block costs."""
+        (seconds, waiting, _), apart, count = self._spent, self._apart, len(self.paths)
         static = self.static
         memory = BlockMemory(self.outcome, self.of, count)
         saved, kept = memory.saved(), memory.kept(apart)
@@ -94,6 +117,11 @@ class BlockCosts:
             )
             for at in range(count)
         ]
+
+    @property
+    def host_s(self) -> list[float]:
+        """Return, of each block, how long the device waits for its host in a micro-batch; its seconds have it too."""
+        return self._spent.host_s
 
     @cached_property
     def shown_s(self) -> list[float]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.api.overlapping import overlapped, pipeline_spans
 from autopar.api.solving import Solved, Solving
 from autopar.api.unlike import peak_share, waiting
 from autopar.costs.held import output_bytes
-from autopar.costs.operators import least_seconds
+from autopar.costs.operators import issued_operators, least_host_s, least_seconds
 from autopar.costs.outcome import Outcome
-from autopar.figures import format_bytes
+from autopar.figures import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Decisions, Estimates, Warned
 from autopar.ir.stages import stage_of
@@ -30,7 +30,7 @@ class Description:
     warnings: tuple[Warned, ...]
 
     floor_s: float
-    """What its products take at the peak of all devices: nothing is faster."""
+    """What its products take at the peak of all devices, or hosts to issue it once: nothing is faster."""
 
     @property
     def fits(self) -> bool:
@@ -65,8 +65,8 @@ def described(solving: Solving, best: Solved, mesh: Mesh, degrees: Mapping[str, 
     return Description(
         decisions=replace(decisions, recompute=ways_of(best.trial.recompute), outputs_dropped=dropped),
         estimates=replace(estimates, mfu=estimates.mfu * peak_share(cluster, dtype)),
-        warnings=(*found.warnings, *more, *waiting(cluster, decisions.stages, dtype)),
-        floor_s=least_seconds(solving.program, cluster.devices),
+        warnings=(*found.warnings, *more, *waiting(cluster, decisions.stages, dtype), *_behind(estimates, outcome)),
+        floor_s=max(least_seconds(solving.program, cluster.devices), least_host_s(solving.program, cluster.devices)),
     )
 
 
@@ -78,6 +78,26 @@ def _with_outputs(outcome: Outcome, estimates: Estimates) -> tuple[tuple[str, ..
         return tuple(sizes), estimates
     memory = replace(estimates.memory, activations=estimates.memory.activations + sum(sizes.values()))
     return (), replace(estimates, memory=memory, peak_memory_bytes=memory.total)
+
+
+def _behind(estimates: Estimates, outcome: Outcome) -> Iterator[Warned]:
+    """Yield that devices wait for their hosts, if that is much of a step."""
+    host_s, device = estimates.breakdown.host_s, outcome.links.cluster.device
+    if host_s > _MUCH * estimates.step_time_s:
+        count = issued_operators(outcome.graph)
+        yield Warned(
+            code="host-bound",
+            text=(
+                f"devices wait {format_seconds(host_s)} of a step of {format_seconds(estimates.step_time_s)} for their "
+                f"hosts, which issue {count} operators a micro-batch, each in about {format_seconds(device.host_s)}: "
+                "more samples a micro-batch (a larger batch, or --fix microbatch=N) take no longer until devices are "
+                "as slow; `kernel_launch` in the cluster file, or `autopar calibrate`, tells of another host"
+            ),
+        )
+
+
+_MUCH = 0.05
+"""Share of a step from which it is said that devices wait for their hosts."""
 
 
 def _outputs_dropped(outcome: Outcome, dropped: Sequence[str]) -> Warned:

@@ -86,7 +86,7 @@ class Estimates:
         for trial in (each for one in trials for each in self._settled(one)):
             wanted.setdefault(shape_of(trial).width, set()).add(self._size(trial))
         self._sizes = {width: _spread(sorted(sizes), _SAMPLED) for width, sizes in wanted.items()}
-        return {trial: self._estimate_s(trial, fits=fits) for trial in trials}
+        return {trial: self._with_host_s(trial, fits=fits) for trial in trials}
 
     def more(self, trials: Sequence[Trial], *, fits: bool) -> dict[Trial, float]:
         """Return the same of further trials."""
@@ -94,7 +94,10 @@ class Estimates:
             sizes, size = self._sizes.setdefault(shape_of(trial).width, []), self._size(trial)
             if not sizes or not sizes[0] <= size <= sizes[-1]:
                 insort(sizes, size)
-        return {trial: self._estimate_s(trial, fits=fits) for trial in trials}
+        return {trial: self._with_host_s(trial, fits=fits) for trial in trials}
+
+    def _with_host_s(self, trial: Trial, *, fits: bool) -> float:
+        return max(self._estimate_s(trial, fits=fits), self.solving.issued_s(trial))
 
     def way(self, trial: Trial) -> Wanted | None:
         """Return the schedule by which a pipeline is estimated to be fastest, if it was."""
@@ -107,11 +110,12 @@ class Estimates:
     def bound_s(self, trial: Trial) -> float:
         """Return seconds that no plan of a trial beats, 0 if nothing is known; less may be recomputed: not if mixed."""
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
+        issued_s = self.solving.issued_s(trial)
         if self._is_unknown(trial):
-            return 0.0
+            return issued_s
         sample_s = max(self._sample_s(trial, self._least_s, way) for way in ways)
         samples = self.solving.program.batch_size / trial.replicas
-        return sample_s * samples / self.solving.at_once(trial)
+        return max(issued_s, sample_s * samples / self.solving.at_once(trial))
 
     def microbatch_s(self, trial: Trial) -> float:
         """Return seconds that a micro-batch takes at least through all stages, nothing recomputed, 0 if unknown."""

@@ -62,6 +62,9 @@ class Pipelined:
     communication_s: tuple[float, ...]
     """Of each pipeline rank in a step: what shows of its stages' collectives, a part of what their actions take."""
 
+    host_s: tuple[float, ...]
+    """Likewise, how long it waits for its host."""
+
     rank_bytes: tuple[int, ...]
     static: Memory
     """Of the rank that has least to spare; activations are in flight."""
@@ -133,7 +136,8 @@ class Pipelined:
     def estimates(self, whole: Estimates) -> Estimates:
         """Return the estimates of the pipeline, given those of all stages one after another on one stage's mesh."""
         ranks = self.timeline.ranks
-        slowest, shown = max(zip(ranks, self.communication_s, strict=True), key=lambda each: each[0].compute_s)
+        rows = zip(ranks, self.communication_s, self.host_s, strict=True)
+        slowest, shown, host = max(rows, key=lambda each: each[0].compute_s)
         bubble = slowest.bubble_s
         # The optimizer that takes longest may be that of a rank which is done earlier.
         rest = max(0.0, self.step_s - slowest.compute_s - bubble)
@@ -148,10 +152,11 @@ class Pipelined:
             memory_budget_bytes=self.budgets[self.fullest],
             breakdown=replace(
                 whole.breakdown,
-                compute_s=slowest.compute_s - shown,
+                compute_s=slowest.compute_s - shown - host,
                 exposed_communication_s=rest - optimizer + shown,
                 bubble_s=bubble,
                 optimizer_s=optimizer,
+                host_s=host,
             ),
             per_stage=tuple(
                 StageEstimate(
@@ -334,7 +339,10 @@ class _Placed:
             mine[rank] += run
         spent = [sum(each.ends.step_s[at] for at in own) for each, own in zip(on_rank, mine, strict=True)]
         exposed = [each.exposed_s(own) for each, own in zip(on_rank, mine, strict=True)]
-        shown = [sum(each.shown_s[at] for at in own) for each, own in zip(on_rank, mine, strict=True)]
+        shown, host = (
+            [sum(seconds[at] for at in own) for seconds, own in zip(found, mine, strict=True)]
+            for found in zip(*((each.shown_s, each.host_s) for each in on_rank), strict=True)
+        )
         reserved = [self._reserved[block] for block in order]
         budgets = tuple(places.budgets[block] for block in order)
         peaks = tuple(rank.peak_bytes + taken for rank, taken in zip(timeline.ranks, reserved, strict=True))
@@ -356,6 +364,7 @@ class _Placed:
             finish_s=tuple(ends + step for ends, step in zip(exposed, spent, strict=True)),
             optimizer_s=max(spent),
             communication_s=tuple(schedule.microbatches * each for each in shown),
+            host_s=tuple(schedule.microbatches * each for each in host),
             rank_bytes=peaks,
             static=Memory(
                 parameters=parts[0], gradients=parts[1], optimizer=parts[2],

@@ -18,7 +18,7 @@ from autopar.api.wishes import Wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.held import freed_bytes
 from autopar.costs.links import Links
-from autopar.costs.operators import model_flops
+from autopar.costs.operators import least_host_s, model_flops
 from autopar.costs.outcome import Outcome
 from autopar.costs.rough import Rough
 from autopar.costs.stage_memory import Split, even_split
@@ -235,6 +235,14 @@ class Solving:
             together = self._parameter_bytes
             self._links[key] = Links(self.equal, *key, two_level=self.options.two_level, bucket_bytes=together)
         return self._links[key]
+
+    def issued_s(self, trial: Trial) -> float:
+        """Return the seconds that hosts take at least to issue a step's operators.
+
+        Every micro-batch goes through all of them, one host after the other; a host issues those of its own stages.
+        """
+        rounds = max(1.0, trial.microbatches / trial.depth)
+        return rounds * least_host_s(self.program, self.cluster.devices)
 
     def uneven(self, trial: Trial) -> str | None:
         """Return why stages and their mesh cannot be laid on the cluster's levels (three ranks of eight, say)."""

@@ -249,6 +249,16 @@ def least_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> float:
     return max(alike_s, *together, 0.0)
 
 
+def least_host_s(graph: Graph, devices: Sequence[DeviceSpec]) -> float:
+    """Return the seconds that the fastest host of all devices takes to issue a program once."""
+    return issued_operators(graph) * min((each.host_s for each in devices), default=0.0)
+
+
+def issued_operators(graph: Graph) -> int:
+    """Return how many operators a host issues: views are counted in what the others take."""
+    return sum(op.kind == "call" and not is_view(op) for op in graph.ops)
+
+
 def _local(meta: TensorMeta | None, layout: Layout | None, sizes: tuple[int, ...]) -> Shape:
     return local_shape(meta.shape, layout, sizes) if meta is not None and layout is not None else ()
 

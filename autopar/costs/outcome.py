@@ -38,7 +38,6 @@ from autopar.ir.plan import (
     Schedule,
     Stage,
 )
-from autopar.ir.roles import is_view
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 
@@ -86,7 +85,7 @@ class Outcome:
     @cached_property
     def issued_operators(self) -> int:
         """Return how many operators the host issues in a step."""
-        return self.microbatches * sum(op.kind == "call" and not is_view(op) for op in self.graph.ops)
+        return self.microbatches * operators.issued_operators(self.graph)
 
     def layout(self, rep: str, index: int = 0) -> Layout:
         """Return the layout that a value is made in."""
@@ -299,10 +298,13 @@ class Outcome:
     @property
     def step_s(self) -> float:
         """Return the seconds of a step: of the device, or of the host that drives it."""
-        time = self._timing
         device = self.links.cluster.device
-        shown_s = time.forward_s + time.backward_s - self._hidden_at_ends_s
-        return device.with_host_s(shown_s, self.issued_operators) + time.optimizer_s
+        return device.with_host_s(self._shown_s, self.issued_operators) + self._timing.optimizer_s
+
+    @property
+    def _shown_s(self) -> float:
+        """Return the seconds of forward and backward on a device that never waits for its host."""
+        return self._timing.forward_s + self._timing.backward_s - self._hidden_at_ends_s
 
     @cached_property
     def _hidden_at_ends_s(self) -> float:
@@ -344,7 +346,6 @@ class Outcome:
 
         MFU is `model_flops`, those of the program with nothing recomputed, over the peak of the type named `dtype`.
         """
-        time = self._timing
         step_s = self.step_s
         compute = self._compute_s()
         memory = self.memory()
@@ -359,9 +360,10 @@ class Outcome:
             communication_bytes=sum(m.times * m.message.bytes for m in self.messages()),
             breakdown=Breakdown(
                 compute_s=compute,
-                exposed_communication_s=max(0.0, time.forward_s + time.backward_s - self._hidden_at_ends_s - compute),
+                exposed_communication_s=max(0.0, self._shown_s - compute),
                 bubble_s=0.0,
-                optimizer_s=time.optimizer_s,
+                optimizer_s=self._timing.optimizer_s,
+                host_s=max(0.0, step_s - self._timing.optimizer_s - max(self._shown_s, compute)),
             ),
             sources={
                 "step_time_s": "autopar.costs.timing: makespan of computation and overlapped collectives, per phase",

@@ -231,6 +231,8 @@ class Breakdown:
     exposed_communication_s: float
     bubble_s: float
     optimizer_s: float
+    host_s: float = 0.0
+    """Of a device that waits for the host, which issues its operators one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

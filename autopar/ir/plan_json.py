@@ -138,7 +138,7 @@ def inconsistencies(plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _layout_inconsistencies(plan.decisions)
     estimates = plan.estimates
     parts = estimates.breakdown
-    total = parts.compute_s + parts.exposed_communication_s + parts.bubble_s + parts.optimizer_s
+    total = parts.compute_s + parts.exposed_communication_s + parts.bubble_s + parts.optimizer_s + parts.host_s
     if not math.isclose(total, estimates.step_time_s, rel_tol=_TOLERANCE, abs_tol=1e-12):
         yield "estimates.breakdown", f"adds up to {total:.6g} s, but step_time_s is {estimates.step_time_s:.6g} s"
     if estimates.memory.total != estimates.peak_memory_bytes:

@@ -137,7 +137,7 @@ def _figures(before: Plan, after: Plan) -> Iterator[Difference]:
     times = [("step_time", old.step_time_s, new.step_time_s)]
     times += [
         (field.removesuffix("_s"), getattr(old.breakdown, field), getattr(new.breakdown, field))
-        for field in ("compute_s", "exposed_communication_s", "bubble_s", "optimizer_s")
+        for field in ("compute_s", "exposed_communication_s", "bubble_s", "optimizer_s", "host_s")
     ]
     yield from _changed("time", times, format_seconds)
     memory = [("peak", old.peak_memory_bytes, new.peak_memory_bytes)]

@@ -10,12 +10,12 @@ from autopar.ir.placement import local_shape
 from autopar.ir.plan import Collective, Plan
 from autopar.report.outline import (
     MEMORY_PARTS,
-    TIME_PARTS,
     edges_into,
     gap_text,
     has_unlike_stages,
     layout_text,
     summary,
+    time_parts,
 )
 from autopar.suggest import did_you_mean
 
@@ -77,7 +77,7 @@ def _whole(plan: Plan) -> Iterator[str]:
         yield f"  {format_degrees(each.degrees)}:{step} {each.why_not}"
     yield ""
     yield "figures:"
-    spent = (f"{name} {format_seconds(getattr(estimates.breakdown, field))}" for name, field in TIME_PARTS)
+    spent = (f"{name} {format_seconds(seconds)}" for name, seconds in time_parts(estimates.breakdown))
     yield f"  step {format_seconds(estimates.step_time_s)} = {' + '.join(spent)}"
     held = (f"{name} {format_bytes(getattr(estimates.memory, name))}" for name in MEMORY_PARTS)
     yield f"  peak {format_bytes(estimates.peak_memory_bytes)} = {' + '.join(held)}"

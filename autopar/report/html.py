@@ -8,7 +8,7 @@ import jinja2
 
 from autopar.figures import format_bytes, format_degrees, format_seconds
 from autopar.ir.plan import Plan
-from autopar.report.outline import MEMORY_PARTS, TIME_PARTS, costly_operators, layout_text, parameter_groups, summary
+from autopar.report.outline import MEMORY_PARTS, costly_operators, layout_text, parameter_groups, summary, time_parts
 
 
 def html(plan: Plan) -> str:
@@ -24,7 +24,7 @@ def html(plan: Plan) -> str:
     return environment.from_string(source).render(
         plan=plan,
         summary=summary(plan),
-        time=[(name, getattr(estimates.breakdown, field)) for name, field in TIME_PARTS],
+        time=time_parts(estimates.breakdown),
         memory=[(name, getattr(estimates.memory, name)) for name in MEMORY_PARTS],
         parameters=parameter_groups(plan),
         operators=costly_operators(plan),

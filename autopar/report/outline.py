@@ -8,23 +8,28 @@ from dataclasses import dataclass
 
 from autopar.figures import format_bytes, format_degrees, format_seconds
 from autopar.ir.placement import Layout, short
-from autopar.ir.plan import OperatorDecision, ParameterDecision, Plan, Solver, Workload
+from autopar.ir.plan import Breakdown, OperatorDecision, ParameterDecision, Plan, Solver, Workload
 from autopar.ir.reshard import NoRouteError, route
 from autopar.ir.tensor import TensorMeta
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
-TIME_PARTS = (
+_TIME_PARTS = (
     ("compute", "compute_s"),
     ("exposed communication", "exposed_communication_s"),
     ("bubble", "bubble_s"),
     ("optimizer", "optimizer_s"),
 )
-"""What a step's time is made of: name for people, field of `Breakdown`."""
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "reserved")
 """What a device's memory holds: fields of `Memory`."""
+
+
+def time_parts(breakdown: Breakdown) -> list[tuple[str, float]]:
+    """Return what a step's time is made of, by names for people; waiting for the host where there is any."""
+    parts = [(name, float(getattr(breakdown, field))) for name, field in _TIME_PARTS]
+    return [*parts, ("waiting for the host", breakdown.host_s)] if breakdown.host_s > 0 else parts
 
 
 def has_unlike_stages(plan: Plan) -> bool:

@@ -15,13 +15,13 @@ from autopar.ir.plan import Collective, Plan
 from autopar.ir.timeline import Timeline
 from autopar.report.outline import (
     MEMORY_PARTS,
-    TIME_PARTS,
     costly_operators,
     has_unlike_stages,
     layout_text,
     parameter_groups,
     settled,
     summary,
+    time_parts,
 )
 from autopar.report.schedule_picture import schedule_picture
 
@@ -151,8 +151,7 @@ def _recompute_rows(plan: Plan) -> Iterator[Row]:
 
 def _time_rows(plan: Plan) -> Iterator[Row]:
     total = plan.estimates.step_time_s
-    parts = [(name, getattr(plan.estimates.breakdown, field)) for name, field in TIME_PARTS]
-    for name, seconds in (*parts, ("step", total)):
+    for name, seconds in (*time_parts(plan.estimates.breakdown), ("step", total)):
         yield name, format_seconds(seconds), f"{seconds / total:.1%}" if total else "-"
 
 

@@ -95,7 +95,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
     memory = draw(st.builds(Memory, **dict.fromkeys(Memory.__dataclass_fields__, sizes)))
     breakdown = draw(st.builds(Breakdown, **dict.fromkeys(Breakdown.__dataclass_fields__, times)))
-    total = breakdown.compute_s + breakdown.exposed_communication_s + breakdown.bubble_s + breakdown.optimizer_s
+    total = sum(getattr(breakdown, field) for field in Breakdown.__dataclass_fields__)
     estimates = Estimates(
         step_time_s=total, mfu=draw(times), peak_memory_bytes=memory.total, memory=memory,
         memory_budget_bytes=draw(sizes), communication_bytes=draw(sizes), breakdown=breakdown,
