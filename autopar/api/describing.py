@@ -9,7 +9,7 @@ from autopar.api.overlapping import overlapped, pipeline_spans
 from autopar.api.solving import Solved, Solving
 from autopar.api.unlike import peak_share, waiting
 from autopar.costs.held import output_bytes
-from autopar.costs.operators import issued_operators, least_host_s, least_seconds
+from autopar.costs.operators import issued_operators, least_seconds
 from autopar.costs.outcome import Outcome
 from autopar.figures import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
@@ -30,7 +30,7 @@ class Description:
     warnings: tuple[Warned, ...]
 
     floor_s: float
-    """What its products take at the peak of all devices, or hosts to issue it once: nothing is faster."""
+    """What its products take at the peak of all devices, or hosts to issue it: nothing is faster."""
 
     @property
     def fits(self) -> bool:
@@ -66,7 +66,7 @@ def described(solving: Solving, best: Solved, mesh: Mesh, degrees: Mapping[str, 
         decisions=replace(decisions, recompute=ways_of(best.trial.recompute), outputs_dropped=dropped),
         estimates=replace(estimates, mfu=estimates.mfu * peak_share(cluster, dtype)),
         warnings=(*found.warnings, *more, *waiting(cluster, decisions.stages, dtype), *_behind(estimates, outcome)),
-        floor_s=max(least_seconds(solving.program, cluster.devices), least_host_s(solving.program, cluster.devices)),
+        floor_s=max(least_seconds(solving.program, cluster.devices), solving.least_issued_s),
     )
 
 

@@ -18,7 +18,7 @@ from autopar.api.wishes import Wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.held import freed_bytes
 from autopar.costs.links import Links
-from autopar.costs.operators import least_host_s, model_flops
+from autopar.costs.operators import issued_operators, model_flops
 from autopar.costs.outcome import Outcome
 from autopar.costs.rough import Rough
 from autopar.costs.stage_memory import Split, even_split
@@ -26,8 +26,10 @@ from autopar.costs.table import Builder, Pricing
 from autopar.errors import InfeasibleError, UnknownOperatorError
 from autopar.figures import format_bytes
 from autopar.ir.graph import Graph, Op
+from autopar.ir.stages import stage_of, units
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
+from autopar.ir.weight_gradients import weight_gradients
 from autopar.options import PlanOptions
 from autopar.rewrite import cuts_in_time, require_alike
 from autopar.search.cuts import NoCut
@@ -239,10 +241,28 @@ class Solving:
     def issued_s(self, trial: Trial) -> float:
         """Return the seconds that hosts take at least to issue a step's operators.
 
-        Every micro-batch goes through all of them, one host after the other; a host issues those of its own stages.
+        A host issues those of its own stages for every micro-batch; the one that issues most, no less than the mean.
         """
-        rounds = max(1.0, trial.microbatches / trial.depth)
-        return rounds * least_host_s(self.program, self.cluster.devices)
+        every, in_turn = self._issued
+        rounds = trial.microbatches / trial.depth
+        return rounds * every if trial.depth == 1 else max(rounds * every, in_turn)
+
+    @property
+    def least_issued_s(self) -> float:
+        """Return the seconds that hosts take at least, whatever the trial."""
+        return self._issued[self.cluster.device_count > 1]
+
+    @cached_property
+    def _issued(self) -> tuple[float, float]:
+        """Return the seconds in which the fastest host issues the program once, and what no stages issue side by side.
+
+        A micro-batch goes forward through all stages and back, one after the other; weights' gradients can wait.
+        """
+        blocks = units(self.program)
+        home = stage_of(self.program, [[unit.path] for unit in blocks]) if len(blocks) > 1 else {}
+        late = weight_gradients(self.program, home) if home else frozenset[str]()
+        host_s = min((each.host_s for each in self.cluster.devices), default=0.0)
+        return host_s * issued_operators(self.program), host_s * issued_operators(self.program, late)
 
     def uneven(self, trial: Trial) -> str | None:
         """Return why stages and their mesh cannot be laid on the cluster's levels (three ranks of eight, say)."""

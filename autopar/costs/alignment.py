@@ -21,7 +21,7 @@ _OPERANDS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten.linear.default
 _TRANSPOSES = frozenset({"aten.t.default", "aten.transpose.int", "aten.permute.default"})
 
 _SLOW_FROM = 256
-"""Sizes below which a product takes no longer for its rows: it is bound by what it reads (as rewriter's padding)."""
+"""Sizes below which a product takes no longer for its rows: what it reads bounds it, and the rewriter pads none."""
 
 _MATRIX = 2
 

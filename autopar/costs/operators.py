@@ -8,7 +8,7 @@ named; whatever is not named moves its bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -249,14 +249,9 @@ def least_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> float:
     return max(alike_s, *together, 0.0)
 
 
-def least_host_s(graph: Graph, devices: Sequence[DeviceSpec]) -> float:
-    """Return the seconds that the fastest host of all devices takes to issue a program once."""
-    return issued_operators(graph) * min((each.host_s for each in devices), default=0.0)
-
-
-def issued_operators(graph: Graph) -> int:
-    """Return how many operators a host issues: views are counted in what the others take."""
-    return sum(op.kind == "call" and not is_view(op) for op in graph.ops)
+def issued_operators(graph: Graph, without: Collection[str] = ()) -> int:
+    """Return how many operators a host issues, some left out: views are counted in what the others take."""
+    return sum(op.kind == "call" and not is_view(op) and op.name not in without for op in graph.ops)
 
 
 def _local(meta: TensorMeta | None, layout: Layout | None, sizes: tuple[int, ...]) -> Shape:
