@@ -10,20 +10,20 @@ import math
 from collections.abc import Sequence
 
 from autopar.ir.graph import Graph, Op, once_per_graph
+from autopar.ir.roles import order_of
 from cost_models.compute import ALIGNED_ELEMENTS
 
 Across = tuple[bool, ...]
 """Of each matrix that a product reads: whether its columns lie in memory one behind the other, not its rows."""
 
-_OPERANDS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten.linear.default": 0}
+_OPERANDS = {"aten.mm.default": 0, "aten.addmm.default": 1}
 """By product of two matrices, the place of the left one; the right one follows."""
-
-_TRANSPOSES = frozenset({"aten.t.default", "aten.transpose.int", "aten.permute.default"})
 
 _SLOW_FROM = 256
 """Sizes below which a product takes no longer for its rows: what it reads bounds it, and the rewriter pads none."""
 
-_MATRIX = 2
+_TURNED = (1, 0)
+"""The order of a transposed matrix's dims."""
 
 
 @once_per_graph
@@ -42,8 +42,8 @@ def read_across(graph: Graph) -> dict[str, Across]:
 
 def _is_transposed(graph: Graph, name: str) -> bool:
     op, turned = graph.by_name[name], False
-    while op.target in _TRANSPOSES and op.outputs[0] is not None and len(op.outputs[0].shape) == _MATRIX:
-        turned = not turned
+    while (order := order_of(op)) is not None and len(order) == len(_TURNED):
+        turned ^= order == _TURNED
         op = graph.by_name[op.refs[0].op]
     return turned
 
@@ -58,9 +58,7 @@ def aligned_elements(op: Op, ins: Sequence[tuple[int, ...]], across: Across | No
     at = _OPERANDS[op.target]
     left, right = ins[at], ins[at + 1]
     of_left, of_right = across or (False, False)
-    if op.target == "aten.linear.default":  # [.., k] by [n, k]
-        sizes, innermost = (math.prod(left[:-1]), right[0], left[-1]), (left[-1], right[-1], right[0])
-    else:
-        sizes = (left[0], right[1], left[1])
-        innermost = (left[0] if of_left else left[1], right[0] if of_right else right[1], right[1])
-    return math.gcd(ALIGNED_ELEMENTS, *innermost) if min(sizes) >= _SLOW_FROM else ALIGNED_ELEMENTS
+    if min(*left, *right) < _SLOW_FROM:
+        return ALIGNED_ELEMENTS
+    innermost = left[0] if of_left else left[1], right[0] if of_right else right[1], right[1]
+    return math.gcd(ALIGNED_ELEMENTS, *innermost)

@@ -93,7 +93,7 @@ def test_the_host_takes_so_much_for_each_operator_and_micro_batch():
     assert 1.8 < host_s[2] / host_s[0] < 2.0
 
 
-def test_a_plan_says_that_devices_wait_and_proves_that_no_other_would_not():
+def test_a_plan_says_that_devices_wait_for_hosts_and_how_long():
     few, many = planned(16, {}), planned(1 << 17, {})
     (warning,) = [each for each in few.warnings if each.code == "host-bound"]
 
