@@ -34,6 +34,9 @@ _WHOLE = 0.5
 _CLIMBED = 4
 """Trials at most with micro-batches of about the size of the best plan's."""
 
+_ANY = 0.25
+"""How much faster another plan of its trial may be than one that is wanted soon, because time is over without any."""
+
 _REFINED, _LIGHTENED = 2, 3
 """Pipelines whose other schedules are tried, and plans that recompute all in which less is."""
 
@@ -121,17 +124,24 @@ class Outer:
             relaxed, solutions = relaxed - len(chunk), solutions - done[1]
 
     def first_that_fits(self) -> Solved | None:
-        """Return a plan of one of the likeliest trials that time was too short for, however long that takes."""
-        stopped = [one.trial for one in self.standing.solved if one.solution.status == "time_limit"]
-        likely = sorted(stopped, key=lambda each: self.standing.likely.get(each, inf))
-        for trial in varied(likely)[:_SOLVED]:
-            self.progress.phase("time is over without a plan: the likeliest that fits")
-            found = self.standing.solving.bound(trial, self.standing.wishes, inf)
-            if isinstance(found, Waiting):
-                found = self.standing.solving.solve(found, self.standing.wishes, self._ways(trial), inf, inf)
-            self.standing.solved = [*(one for one in self.standing.solved if one.trial != trial), found]
-            if found.outcome is not None:
-                return found
+        """Return a plan of one of the likeliest trials that time was too short for, `None` if none of them has any.
+
+        Each has as long again as the search had; if that finds nothing, those that are left have as long as they take.
+        """
+        standing = self.standing
+        stopped = [one.trial for one in standing.solved if one.solution.status == "time_limit"]
+        left = varied(sorted(stopped, key=lambda each: standing.likely.get(each, inf)))[:_SOLVED]
+        for seconds in (standing.solving.options.time_limit, inf):
+            for trial in left:
+                self.progress.phase("time is over without a plan: the likeliest that fits")
+                found = standing.solving.bound(trial, standing.wishes, seconds)
+                if isinstance(found, Waiting):
+                    any_plan = replace(found, gap=_ANY)
+                    found = standing.solving.solve(any_plan, standing.wishes, self._ways(trial), inf, seconds)
+                standing.solved = [*(one for one in standing.solved if one.trial != trial), found]
+                if found.outcome is not None:
+                    return found
+            left = [one.trial for one in standing.solved if one.trial in left and one.solution.status == "time_limit"]
         return None
 
     def _best_first(

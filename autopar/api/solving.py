@@ -84,6 +84,9 @@ class Waiting:
     ended: bool = True
     """Whether time was enough to relax it: if not, it is not enough to solve it, either, and the bound is a low one."""
 
+    gap: float = 0.0
+    """How much faster than its plan another may be, if that is more than the user allows: any plan is wanted soon."""
+
 
 @dataclass
 class Solving:
@@ -320,7 +323,7 @@ class Solving:
         if trial.depth > 1:
             return self._solve_staged(one, wishes, ways, best_s, left_s, cuts)
         started = time.process_time()
-        solution = solve_program(one.program, self._limits(self.budget, left_s, best_s))
+        solution = solve_program(one.program, self._limits(one, self.budget, left_s, best_s))
         if not solution.options:
             return self._without_plan(one, solution)
         outcome = with_room(self.outcome(one, wishes, solution), self.budget)
@@ -334,12 +337,11 @@ class Solving:
         fewer and hide less, or travel alone after all: how far a plan is from its table tells where that misled it.
         """
         solution = found.solution
-        if not one.links.bucket_bytes or found.step_s * (1.0 - self.options.gap) <= solution.objective_s:
-            return found
-        if left_s <= 0:
+        as_told = found.step_s * (1.0 - self.options.gap) <= solution.objective_s
+        if as_told or not one.links.bucket_bytes or left_s <= 0 or one.gap:
             return found
         alone = self._priced(one.trial, wishes, replace(one.links, bucket_bytes=0))  # the same nodes and options
-        other = solve_program(Ilp(alone.table), self._limits(self.budget, left_s, inf))
+        other = solve_program(Ilp(alone.table), self._limits(one, self.budget, left_s, inf))
         if not other.options:
             return found
         outcome = with_room(self.outcome(one, wishes, other), self.budget)
@@ -366,17 +368,16 @@ class Solving:
             else:
                 program, budget = one.program, self.budget_of_all(trial.depth)
             apart = self.at_once(trial)
-            solution = solve_program(program, self._limits(budget, left_s, best_s * apart))
+            solution = solve_program(program, self._limits(one, budget, left_s, best_s * apart))
             # Only the least that any cut needs proves anything of the trial.
             proven = one.bound_s if even else max(one.bound_s, solution.bound_s / apart)
             solution = replace(solution, bound_s=proven)
             if not solution.options:
                 found = self._without_plan(one, solution)
                 continue
-            cut = self.cut(trial, one, wishes, solution, ways)
-            if cut.outcome is not None:
-                return cut
-            found = cut
+            found = self.cut(trial, one, wishes, solution, ways)
+            if found.outcome is not None:
+                return found
         if found is None:
             raise RuntimeError("a trial was solved for no cut")
         return found
@@ -453,8 +454,8 @@ class Solving:
             self._splits[key] = even_split(graph, schedule.rank_of, most_in_flight(schedule))
         return self._splits[key]
 
-    def _limits(self, budget: int, left_s: float, cutoff_s: float) -> Limits:
-        return Limits(budget, max(left_s, 1.0), self.options.gap, self.options.seed, cutoff_s)
+    def _limits(self, one: Waiting, budget: int, left_s: float, cutoff_s: float) -> Limits:
+        return Limits(budget, max(left_s, 1.0), max(self.options.gap, one.gap), self.options.seed, cutoff_s)
 
     def _without_plan(self, one: Waiting, solution: Solution) -> Solved:
         solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))

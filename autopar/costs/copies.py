@@ -14,7 +14,6 @@ from autopar.costs.liveness import Beside, CopyLife, local_bytes, makers_of_grad
 from autopar.costs.narrowing import KeptNarrow, kept_narrow
 from autopar.costs.packing import Order, memory_order
 from autopar.costs.routes import Routes
-from autopar.costs.workspaces import gather_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Layout
 from autopar.ir.reshard import Step
@@ -169,11 +168,7 @@ class Copies:
 
     def _gathering(self) -> tuple[Beside, ...]:
         """Return what the making of gathered copies takes beside them, at the first moment."""
-        if "all_gather" not in self.routes.kinds:
-            return ()
-        sizes = self.links.sizes
-        taken = self.routes.table(lambda way: gather_bytes(way.steps, self.meta, sizes, self._order))
-        return _any(Beside(taken, tuple((first, first, first) for first, _ in self.lives)))
+        return _any(Beside(self.routes.gathering_bytes, tuple((first, first, first) for first, _ in self.lives)))
 
     def _scattered(self) -> tuple[Floats, Floats]:
         """Return what redistributed gradients hold until they are waited for, and from then on.

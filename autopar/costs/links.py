@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.costs.packing import Order, order_behind, packing
+from autopar.costs.packing import Order, Packing, order_behind, packing
 from autopar.costs.routes import Routes, Way
 from autopar.ir.graph import Op
 from autopar.ir.placement import Layout, local_shape
@@ -71,6 +71,7 @@ class _Taken:
 
     seconds: float
     hidable_s: float
+    gathering_bytes: int
     order: Order
 
 
@@ -138,9 +139,11 @@ class Links:
     _hops: tuple[tuple[Hop, ...], ...] = field(init=False)
     _known: dict[Message, Price] = field(init=False, default_factory=dict)
     _local: dict[int, float] = field(init=False, default_factory=dict)
-    _ways: dict[tuple[object, ...], Way] = field(init=False, default_factory=dict)
     _routes: dict[tuple[object, ...], Routes] = field(init=False, default_factory=dict)
-    _steps: dict[tuple[object, ...], _Taken] = field(init=False, default_factory=dict)
+    _ways: dict[tuple[TensorMeta, bool, Order], dict[tuple[Layout, Layout], Way]] = field(
+        init=False, default_factory=dict
+    )
+    _steps: dict[tuple[TensorMeta, bool], dict[tuple[Step, Order], _Taken]] = field(init=False, default_factory=dict)
     """Ways to many layouts have most of their steps in common."""
 
     _overlap: tuple[float, ...] = field(init=False)
@@ -307,19 +310,20 @@ class Links:
     ) -> Routes:
         """Return the ways from each of `sources` to each of `wanted`, priced, of a value whose memory is in `order`."""
         key = (sources, wanted, meta, flat, order)
-        if key not in self._routes:
-            self._routes[key] = Routes.of(sources, wanted, lambda a, b: self._way(a, b, meta, flat, order))
-        return self._routes[key]
+        if (found := self._routes.get(key)) is None:
+            ways = self._ways.setdefault((meta, flat, order), {})
 
-    def _way(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool, order: Order) -> Way:
-        """Return how to bring a tensor from one layout to another that differs, priced."""
-        key = (before, after, meta, flat, order)
-        if key not in self._ways:
-            self._ways[key] = self._priced(before, after, meta, flat, order)
-        return self._ways[key]
+            def way(before: Layout, after: Layout) -> Way:
+                """Return how to bring a tensor from one layout to another that differs, priced."""
+                if (known := ways.get((before, after))) is None:
+                    known = ways[before, after] = self._priced(before, after, meta, flat, order)
+                return known
+
+            found = self._routes[key] = Routes.of(sources, wanted, way)
+        return found
 
     def _priced(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool, order: Order) -> Way:
-        nowhere = Way((), UNREACHABLE, UNREACHABLE)
+        nowhere = Way((), UNREACHABLE, UNREACHABLE, 0)
         if not is_reachable(before, after):
             return nowhere
         try:
@@ -329,25 +333,32 @@ class Links:
         if any(step.kind == "reduce_scatter" and step.axis == self.whole_axis for step in steps):
             return nowhere
         taken = hidable_s = 0.0
+        gathering_bytes, known = 0, self._steps.setdefault((meta, flat), {})
         for step in steps:
-            key = (step, meta, flat, order)
-            if (price := self._steps.get(key)) is None:
-                price = self._steps[key] = self._taken(step, meta, flat, order)
+            if (price := known.get((step, order))) is None:
+                price = known[step, order] = self._taken(step, meta, flat, order)
             taken += price.seconds
             hidable_s += price.hidable_s
+            gathering_bytes = max(gathering_bytes, price.gathering_bytes)
             order = price.order
-        return Way(steps, taken, hidable_s)
+        return Way(steps, taken, hidable_s, gathering_bytes)
 
     def _taken(self, step: Step, meta: TensorMeta, flat: bool, order: Order) -> _Taken:
-        seconds, hidable_s = self.step_s(step, meta, flat=flat, order=order), 0.0
-        if step.communicates:
-            hidable_s = self.hidable_s(self._message(step, meta, flat=flat, order=order))
-        return _Taken(seconds, hidable_s, order_behind(step, self.sizes, order))
+        behind = order_behind(step, self.sizes, order)
+        if not step.communicates:
+            return _Taken(self.step_s(step, meta), 0.0, 0, behind)
+        packed = packing(step, meta.shape, self.sizes, order)
+        message = self._message_of(step, meta, packed, flat=flat)
+        # Blocks arrive one behind the other: where they belong elsewhere, the whole is copied once more.
+        apart_bytes = message.bytes if step.kind == "all_gather" and packed.apart else 0
+        return _Taken(self.message_s(message), self.hidable_s(message), apart_bytes, behind)
 
     def _message(self, step: Step, meta: TensorMeta, *, flat: bool, order: Order) -> Message:
-        sent = step.message_numel(meta.shape, self.sizes) * meta.item_bytes
-        copied = packing(step, meta.shape, self.sizes, order).numel if self.packs else 0
-        return Message(step.kind, step.axis, sent, flat, copied * meta.item_bytes)
+        return self._message_of(step, meta, packing(step, meta.shape, self.sizes, order), flat=flat)
+
+    def _message_of(self, step: Step, meta: TensorMeta, packed: Packing, *, flat: bool) -> Message:
+        copied_bytes = packed.numel * self.packs * meta.item_bytes
+        return Message(step.kind, step.axis, packed.moved * meta.item_bytes, flat, copied_bytes)
 
     def route_messages(
         self, before: Layout, after: Layout, meta: TensorMeta, *, flat: bool = False, order: Order = ()

@@ -30,7 +30,10 @@ def memory_order(graph: Graph, op: Op) -> Order:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Elements that a step copies on each rank before and after what travels."""
+    """Elements that a step sends, and those that it copies on each rank before and after that."""
+
+    moved: int
+    """The message: `Step.message_numel`."""
 
     together: int = 0
     """Into the buffer that is sent."""
@@ -40,7 +43,7 @@ class Packing:
 
     @property
     def numel(self) -> int:
-        """Return all of them."""
+        """Return all that are copied."""
         return self.together + self.apart
 
 
@@ -53,25 +56,27 @@ def packing(step: Step, shape: Sequence[int], sizes: Sequence[int], order: Order
     if is_own(have):
         # Rows that came are sorted by expert, those that go back by the rank they came from.
         rows = moved if isinstance(have, Shard) else 0
-        return Packing(0, rows) if goes_to_experts(have, want) else Packing(rows)
+        return Packing(moved, 0, rows) if goes_to_experts(have, want) else Packing(moved, rows)
     places = [place for place, length in zip(order, before, strict=False) if length > 1]
     lies_across = places != sorted(places)
     if step.kind == "all_gather":
         shard = _shard(step.before, step.axis)
         if order_behind(step, sizes, order):
-            return Packing()
+            return Packing(moved)
         apart = moved if _is_inside(shard, step.before, before, sizes) else 0
         # What padded shards lack is cut off behind the gather.
         cut = padding(shape, step.before, step.axis, sizes) and math.prod(before[: shard.dim]) > 1
-        return Packing(math.prod(before) if lies_across else 0, apart + (math.prod(after) if cut else 0))
+        return Packing(moved, math.prod(before) if lies_across else 0, apart + (math.prod(after) if cut else 0))
     if step.kind == "reduce_scatter":
         filled = moved if padding(shape, step.after, step.axis, sizes) else 0
         inside = _is_inside(_shard(step.after, step.axis), step.before, before, sizes)
-        return Packing(filled + (moved if inside or (lies_across and not filled) else 0))
+        return Packing(moved, filled + (moved if inside or (lies_across and not filled) else 0))
     if step.kind == "all_to_all":
         packs = lies_across or _is_inside(_shard(step.after, step.axis), step.before, before, sizes)
-        return Packing(moved * packs, moved * _is_inside(_shard(step.before, step.axis), step.after, after, sizes))
-    return Packing(moved if step.kind == "all_reduce" and lies_across else 0)
+        return Packing(
+            moved, moved * packs, moved * _is_inside(_shard(step.before, step.axis), step.after, after, sizes)
+        )
+    return Packing(moved, moved if step.kind == "all_reduce" and lies_across else 0)
 
 
 def order_behind(step: Step, sizes: Sequence[int], order: Order) -> Order:

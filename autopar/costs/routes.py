@@ -28,8 +28,11 @@ class Way:
     hidable_s: float
     """The part of it that computation can run behind; infinite, too, if no steps lead there."""
 
+    gathering_bytes: int
+    """What gathers hold beside the gathered copy while they are under way."""
 
-STAYS = Way((), 0.0, 0.0)
+
+STAYS = Way((), 0.0, 0.0, 0)
 """Of a tensor that is in its layout already."""
 
 
@@ -49,8 +52,8 @@ class Routes:
     hidable_s: Floats
     """[source, wanted] the part of them that computation can run behind."""
 
-    kinds: frozenset[str]
-    """What the steps of all ways do."""
+    gathering_bytes: Floats
+    """[source, wanted] bytes that gathers hold beside the gathered copy while they are under way."""
 
     @classmethod
     def of(cls, sources: Sequence[Layout], wanted: Sequence[Layout], way: Callable[[Layout, Layout], Way]) -> Routes:
@@ -60,9 +63,5 @@ class Routes:
         moves = np.array([each is not STAYS for row in ways for each in row], dtype=np.bool_).reshape(size)
         price = np.array([each.seconds for row in ways for each in row], dtype=np.float64).reshape(size)
         hidable = np.array([each.hidable_s for row in ways for each in row], dtype=np.float64).reshape(size)
-        kinds = frozenset(step.kind for row in ways for each in row for step in each.steps)
-        return cls(ways, moves, price, hidable, kinds)
-
-    def table(self, of: Callable[[Way], float]) -> Floats:
-        """Return [source, wanted] what `of` says of each way."""
-        return np.array([[of(way) for way in row] for row in self.ways], dtype=np.float64)
+        held = np.array([each.gathering_bytes for row in ways for each in row], dtype=np.float64).reshape(size)
+        return cls(ways, moves, price, hidable, held)

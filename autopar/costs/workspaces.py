@@ -1,4 +1,4 @@
-"""What is held for a moment only: workspaces of kernels, and what the making of a gathered copy takes beside it."""
+"""What is held for a moment only: workspaces of kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import numpy as np
 from autopar.costs.liveness import local_bytes
 from autopar.costs.losses import loss_kernels
 from autopar.costs.operators import score_bytes, trains_mask
-from autopar.costs.packing import Order, order_behind, packing
 from autopar.costs.recurrent import is_recurrent, recurrent_bytes
 from autopar.ir.graph import Op
 from autopar.ir.placement import local_shape
-from autopar.ir.reshard import Step
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 from autopar.ir.tensor import TensorMeta
@@ -70,17 +68,3 @@ def workspace_bytes(
         image, weight = held[first], held[first + 1]
         found.append(max(weight, image + held[0]) if backward else image + weight)
     return np.array(found)
-
-
-def gather_bytes(steps: Sequence[Step], meta: TensorMeta, sizes: tuple[int, ...], order: Order) -> float:
-    """Return the bytes that gathers on a route hold beside the gathered copy while they are under way.
-
-    Blocks arrive one behind the other: where they belong elsewhere than along the first dimension of what lies in
-    memory, the whole is copied once more.
-    """
-    held = 0
-    for step in steps:
-        if step.kind == "all_gather" and packing(step, meta.shape, sizes, order).apart:
-            held = max(held, step.message_numel(meta.shape, sizes))
-        order = order_behind(step, sizes, order)
-    return float(held * meta.item_bytes)

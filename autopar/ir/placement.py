@@ -133,10 +133,13 @@ def is_valid(
         if dim >= len(shape):
             return False
         digits.sort()
-        ends = [*(outer for outer, _ in digits[1:]), shape[dim]]
-        uneven = [end == 0 or bool(end % (outer * size)) for (outer, size), end in zip(digits, ends, strict=True)]
-        if any(uneven) and not (padded and _is_padded(digits, shape[dim])):
-            return False
+        end = shape[dim]
+        for outer, size in reversed(digits):
+            if end == 0 or end % (outer * size):
+                if padded and _is_padded(digits, shape[dim]):
+                    break
+                return False
+            end = outer
     return True
 
 

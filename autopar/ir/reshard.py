@@ -37,7 +37,9 @@ from autopar.ir.placement import (
 
 StepKind = Literal["slice", "mask", "reduce_scatter", "all_to_all", "all_reduce", "all_gather"]
 
-_ORDER: tuple[StepKind, ...] = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather", "mask")
+_ORDER: dict[StepKind, int] = {
+    "slice": 0, "reduce_scatter": 1, "all_to_all": 2, "all_reduce": 3, "all_gather": 4, "mask": 5
+}  # fmt: skip
 """Steps that shrink the local tensor first, so that the following ones move less."""
 
 PACKED_BYTES = 2**16
@@ -128,19 +130,22 @@ def route(
 
 
 def _next(now: Layout, after: Layout, shape: tuple[int, ...], sizes: tuple[int, ...], first: int) -> Step:
-    found: list[tuple[int, int, Step]] = []
+    found: list[tuple[int, int, StepKind, Layout]] = []
     for axis, (have, want) in enumerate(zip(now, after, strict=True)):
         if have == want:
             continue
         reached = (*now[:axis], want, *now[axis + 1 :])
-        uneven = isinstance(have, Shard) and any(padding(shape, each, axis, sizes) for each in (now, reached))
+        uneven = isinstance(have, Shard) and bool(
+            padding(shape, now, axis, sizes) or padding(shape, reached, axis, sizes)
+        )
         kind = _kind_through_replicate(have, want, sizes[axis], uneven=uneven)
         if kind == "all_gather" and isinstance(have, Shard):
             reached = (*now[:axis], Replicate(), *now[axis + 1 :])
         if is_valid(shape, reached, sizes, padded=True, first=first):
-            found.append((_ORDER.index(kind), axis, Step(kind, axis, now, reached)))
+            found.append((_ORDER[kind], axis, kind, reached))
     if found:
-        return min(found)[2]
+        _, axis, kind, reached = min(found)
+        return Step(kind, axis, now, reached)
     for axis, (have, want) in enumerate(zip(now, after, strict=True)):
         if have != want and isinstance(have, Shard):
             return Step("all_gather", axis, now, (*now[:axis], Replicate(), *now[axis + 1 :]))
@@ -188,7 +193,14 @@ def _leads(have: Placement, want: Placement) -> bool:
 
     Own rows go to their experts and back, and nowhere else.
     """
+    if not _has_order(have) and not _has_order(want):
+        return True
     if goes_to_experts(have, want) or (isinstance(have, Shard) and goes_to_experts(want, have)):
         return True
     first = any(isinstance(each, Shard) and each.rows == "first" for each in (have, want))
     return not is_own(have) and not is_own(want) and (not first or have == Replicate())
+
+
+def _has_order(placement: Placement) -> bool:
+    """Return whether it is of rows of a rank's own choice, or of the first ones."""
+    return bool(placement.rows) if isinstance(placement, Shard) else is_own(placement)
