@@ -29,10 +29,10 @@ class Impatient(Silent):
                 raise KeyboardInterrupt
 
 
-def plan(progress: Silent) -> autopar.Plan:
+def plan(progress: Silent, **options: float) -> autopar.Plan:
     with torch.device("meta"):
         model, x = Mlp(512, 4), torch.empty(256, 512)
-    return autopar.plan(model, "h100-sxm-80gb:4x2", example_inputs=(x, x), progress=progress, gap=0.0)
+    return autopar.plan(model, "h100-sxm-80gb:4x2", example_inputs=(x, x), progress=progress, gap=0.0, **options)
 
 
 def test_the_best_plan_so_far_has_the_gap_to_what_was_not_solved():
@@ -118,3 +118,31 @@ def test_a_search_that_finds_nothing_in_time_says_so(monkeypatch):
 
     with pytest.raises(InfeasibleError, match=r"^no plan was found within the time limit of 60 s: \d+ of \d+ cand"):
         plan(Silent())
+
+
+def test_when_time_is_over_without_a_plan_each_likely_trial_has_as_long_again_and_any_plan_of_it_will_do(monkeypatch):
+    whole = plan(Silent())
+    solve, solve_program, told, gaps = solving.Solving.solve, solving.solve_program, [], []
+
+    def late(self, one, wishes, ways, best_s, left_s):
+        if one.gap:
+            told.append((one.trial, left_s))
+        if not one.gap or left_s < float("inf"):
+            return solving.Solved(one.trial, Solution("time_limit", (), float("inf"), one.bound_s))
+        return solve(self, one, wishes, ways, best_s, left_s)
+
+    def searched(program, limits):
+        gaps.append(limits.gap)
+        return solve_program(program, limits)
+
+    monkeypatch.setattr(solving.Solving, "solve", late)
+    monkeypatch.setattr(solving, "solve_program", searched)
+
+    found = plan(Silent(), time_limit=50.0)
+
+    first = [trial for trial, left_s in told if left_s == 50.0]
+    assert len(set(first)) == len(first) > 1
+    assert told == [*((trial, 50.0) for trial in first), (first[0], float("inf"))]
+    assert gaps == [0.25]
+    assert found.solver.status == "time_limit"
+    assert found.solver.bound <= whole.solver.objective * (1 + 1e-9)
