@@ -127,6 +127,9 @@ class Outer:
         """Return a plan of one of the likeliest trials that time was too short for, `None` if none of them has any.
 
         Each has as long again as the search had; if that finds nothing, those that are left have as long as they take.
+
+        Raises:
+            KeyboardInterrupt: the user did not wait for it, and none was found by then.
         """
         standing = self.standing
         stopped = [one.trial for one in standing.solved if one.solution.status == "time_limit"]
@@ -141,6 +144,8 @@ class Outer:
                 standing.solved = [*(one for one in standing.solved if one.trial != trial), found]
                 if found.outcome is not None:
                     return found
+                if found.solution.status == "interrupted":
+                    raise KeyboardInterrupt
             left = [one.trial for one in standing.solved if one.trial in left and one.solution.status == "time_limit"]
         return None
 

@@ -291,6 +291,8 @@ class Planner:
             outer.standing.solved.append(plain)
             if plain.outcome is not None:
                 return plain
+            if plain.solution.status == "interrupted":
+                raise KeyboardInterrupt
         found = outer.first_that_fits()
         if found is not None:
             return found

@@ -7,6 +7,7 @@ import torch
 
 import autopar
 from autopar.api import solving
+from autopar.api.planning import Planner
 from autopar.errors import InfeasibleError
 from autopar.progress import Silent
 from autopar.search import ilp
@@ -146,3 +147,26 @@ def test_when_time_is_over_without_a_plan_each_likely_trial_has_as_long_again_an
     assert gaps == [0.25]
     assert found.solver.status == "time_limit"
     assert found.solver.bound <= whole.solver.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("at", ["data parallelism", "likeliest"])
+def test_ctrl_c_ends_what_goes_on_when_time_is_over_without_a_plan(monkeypatch, at):
+    plain, begun, tried = Planner._plain, ["search"], []
+
+    def late(self, one, *rest):
+        tried.append("likeliest" if one.gap else begun[-1])
+        ended = "interrupted" if tried[-1] == at else "time_limit"
+        return solving.Solved(one.trial, Solution(ended, (), float("inf"), one.bound_s))
+
+    def plainly(self, *rest):
+        begun.append("data parallelism")
+        return plain(self, *rest)
+
+    monkeypatch.setattr(solving.Solving, "solve", late)
+    monkeypatch.setattr(Planner, "_plain", plainly)
+
+    with pytest.raises(KeyboardInterrupt):
+        plan(Silent())
+
+    assert tried.count(at) == 1
+    assert tried[-1] == at
