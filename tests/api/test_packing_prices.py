@@ -62,3 +62,20 @@ def test_software_that_lays_out_tensors_for_its_collectives_copies_nothing():
     others = replace(LINKS, packs=False)
 
     assert way(ROWS, Shard(1), Replicate(), others) == pytest.approx(way(ROW, Shard(1), Replicate()))
+
+
+def test_blocks_inside_rows_are_held_once_more_while_they_are_gathered():
+    links = Links(ClusterSpec.parse("h100-sxm-80gb:4x2"), (2, 4))
+    value, whole = TensorMeta((8, 64, 32), "bfloat16"), (Replicate(), Replicate())
+    wanted = (whole, (Shard(1), Replicate()))
+
+    def held(order: tuple[int, ...], *sources: tuple[Placement, Placement]) -> list[list[float]]:
+        return links.routes(sources, wanted, value, order=order).gathering_bytes.tolist()
+
+    # Within rows while a rank has a quarter of them; then the first dimension, which comes as it lies.
+    assert held((), (Shard(1), Shard(0)), (Shard(0), Replicate())) == [[value.nbytes / 4, 0.0], [0.0, 0.0]]
+    assert held((), (Shard(1), Shard(2))) == [[value.nbytes, value.nbytes / 2]]
+    # A value that is transposed travels as it lies in memory.
+    assert held((), (Shard(1), Replicate())) == [[value.nbytes, 0.0]]
+    assert held((1, 0, 2), (Shard(1), Replicate())) == [[0.0, 0.0]]
+    assert held((), (Partial(), Replicate())) == [[0.0, 0.0]]
