@@ -48,7 +48,9 @@ _Constraint = Annotated[
     typer.Option(metavar="FQN=PLACEMENT@AXIS", help="Demand a parameter's placement: 'lm_head.weight=Shard(0)@tp'."),
 ]
 _MemoryMargin = Annotated[str | None, typer.Option(metavar="SHARE", help="Memory to keep free [10%].")]
-_TimeLimit = Annotated[str | None, typer.Option(metavar="SECONDS", help="Computing time of the search [60].")]
+_TimeLimit = Annotated[
+    str | None, typer.Option(metavar="SECONDS", help="Computing time of the search [60]; longer if no plan is found.")
+]
 _Gap = Annotated[str | None, typer.Option(metavar="SHARE", help="Distance from the proven bound to stop at [0.01].")]
 _Seed = Annotated[str | None, typer.Option(metavar="N", help="Of the search [0].")]
 _TopK = Annotated[str | None, typer.Option(metavar="N", help="Candidates kept as alternatives [5].")]
