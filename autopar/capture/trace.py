@@ -41,6 +41,7 @@ from autopar.capture.library import without_value_checks
 from autopar.capture.masked import choose_by_masks, compute_everywhere, counting_write, masks_for_places
 from autopar.capture.origin import user_line
 from autopar.capture.recurrent import layer_by_layer
+from autopar.capture.scans import scans_as_operators
 from autopar.capture.strides import look_up_windows
 
 PREFIX = "model"
@@ -134,6 +135,7 @@ def trace(fake: FakeModel, call: CallSpec, inputs: Sequence[torch.Tensor], *, wi
         stack.enter_context(without_source_text())
         stack.enter_context(_ambient(with_backward))
         stack.enter_context(without_value_checks())
+        stack.enter_context(scans_as_operators(fake.module))
         program = _Program(fake.module, call)
         with without_guards() as guarded, recorded_side_effects() as changed:
             graph = dynamo_capture(program)(*inputs)
@@ -164,7 +166,8 @@ def trace_python(
 ) -> tuple[fx.GraphModule, frozenset[str]]:
     """Return the graph of forward as Dynamo reads it now, and the plain tensor attributes that it reads."""
     ambient = _ambient(torch.is_grad_enabled())
-    with quiet(), without_progress_thread(), ambient, without_value_checks(), without_guards():
+    scans = scans_as_operators(fake.module)
+    with quiet(), without_progress_thread(), ambient, without_value_checks(), without_guards(), scans:
         graph = dynamo_capture(_Program(fake.module, call))(*inputs)
     read = (fake.attribute(each) for _, each in named_tensors(graph) if id(each) not in fake.names)
     return graph, frozenset(each for each in read if each is not None)

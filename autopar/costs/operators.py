@@ -1,7 +1,7 @@
 """Seconds of one operator on local shapes, for all of its strategies at once.
 
 Matrix products (with convolutions seen as such), attention kernels, recurrent
-layers, and everything else as traffic to memory. Views cost nothing and are
+layers, scans, and everything else as traffic to memory. Views cost nothing and are
 named; whatever is not named moves its bytes.
 """
 
@@ -21,6 +21,7 @@ from autopar.costs.fusion import Fused, Inside
 from autopar.costs.losses import NLL_FORWARD, loss_kernels
 from autopar.costs.own_kernels import attention_factor, further_bytes, reordered_bytes
 from autopar.costs.recurrent import is_recurrent, recurrent_flops, recurrent_seconds
+from autopar.costs.scans import is_scan, scan_flops, scan_seconds
 from autopar.costs.surroundings import ALONE, Surroundings
 from autopar.ir.graph import BALANCED, Graph, Op
 from autopar.ir.placement import Layout, local_shape
@@ -94,6 +95,8 @@ def seconds(
         return _multiplied(op, metas, ins, outs, products, device, around) + _fresh(op, outs, device)
     if is_recurrent(op):
         return recurrent_seconds(op, ins, _compute_dtype(op, metas), device) + _fresh(op, outs, device)
+    if is_scan(op):
+        return scan_seconds(op, ins, _compute_dtype(op, metas), device) + _fresh(op, outs, device)
     if is_attention(op):
         flops = np.array([_attention_flops(op, i, device) for i in ins], dtype=np.float64)
         keys = np.array([max(1, i[_keys_at(op)][-2]) for i in ins], dtype=np.float64)
@@ -216,6 +219,8 @@ def flops(op: Op, metas: Sequence[TensorMeta]) -> float:
     ins = [meta.shape for meta in metas]
     if is_recurrent(op):
         return recurrent_flops(op, ins)
+    if is_scan(op):
+        return scan_flops(op, ins)
     if is_attention(op):
         return _attention_flops(op, ins)
     outs = [meta.shape if meta else () for meta in op.outputs]

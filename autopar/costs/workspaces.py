@@ -11,6 +11,7 @@ from autopar.costs.liveness import local_bytes
 from autopar.costs.losses import loss_kernels
 from autopar.costs.operators import score_bytes, trains_mask
 from autopar.costs.recurrent import is_recurrent, recurrent_bytes
+from autopar.costs.scans import is_scan, scan_bytes
 from autopar.ir.graph import Op
 from autopar.ir.placement import local_shape
 from autopar.ir.strategy import MeshStrategy
@@ -35,8 +36,9 @@ def workspace_bytes(
     and frees that before the result is put in the plain layout; backward copies the image and the gradient, then the
     blocked weight gradient is put in the plain layout. Held against torch 2.13's allocator on nine shapes (strides,
     groups, 3 to 256 channels): exact for seven. Cross entropy's backward holds a part of its gradient, a recurrent
-    layer's the gates of its forward. Workspaces of other kernels and of cuDNN are not modelled: `None`. Of a published
-    stack's cross entropy it is what its kernels hold, below zero where they write over what they read.
+    layer's the gates of its forward, a scan what its steps make. Workspaces of other kernels and of cuDNN are not
+    modelled: `None`. Of a published stack's cross entropy it is what its kernels hold, below zero where they write over
+    what they read.
     """
     if theirs := loss_kernels(op, device.cross_entropy):
         of_scores = [local_bytes(metas[theirs.scores], each.inputs[theirs.scores], sizes) for each in strategies]
@@ -51,10 +53,13 @@ def workspace_bytes(
             # A sample is never cut: that of an image may be more than a part.
             parts.append(0.0 if apart else min(whole, max(part, whole / max(rows, 1))))
         return np.array(parts)
-    if trains_mask(op) or is_recurrent(op):
+    if trains_mask(op) or is_recurrent(op) or is_scan(op):
         shapes = [[local_shape(m.shape, at, sizes) for m, at in zip(metas, s.inputs, strict=True)] for s in strategies]
+        dtype = next(meta.dtype for meta in metas if meta.is_floating)
         if is_recurrent(op):
-            return recurrent_bytes(op, shapes, next(meta.dtype for meta in metas if meta.is_floating))
+            return recurrent_bytes(op, shapes, dtype)
+        if is_scan(op):
+            return scan_bytes(op, shapes, dtype, device)
         return None if device.kind == "cpu" else np.array([score_bytes(op, metas, each) for each in shapes])
     if device.kind != "cpu" or op.target not in {_CONVOLUTION, _CONVOLUTION_BACKWARD}:
         return None

@@ -28,7 +28,7 @@ CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"
 _COMPUTES = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten._grouped_mm", "aten.convolution",
     "transformers.grouped_mm_fallback", "aten.embedding", "aten.topk", "aten.sort", "aten.scatter_add",
-    "autopar_ops.lstm_layer", "autopar_ops.rnn_layer",
+    "autopar_ops.lstm_layer", "autopar_ops.rnn_layer", "autopar_ops.scan",
 )  # fmt: skip
 
 ENDS_OF_EXPERTS = 2

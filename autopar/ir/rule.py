@@ -117,7 +117,7 @@ class Rule:
         yield Strategy(
             (Replicate(),) * len(self.inputs), tuple(None if d is None else Replicate() for d in self.outputs)
         )
-        sizes = self._sizes(shapes, results)
+        sizes = self.sizes(shapes, results)
         digits: dict[Digit, None] = {(factor, 1): None for factor in self.factors}
         tensors = (*zip(self.inputs, hints, strict=False), *zip(self.outputs, wanted, strict=False))
         for dims, shards in tensors:
@@ -161,7 +161,7 @@ class Rule:
         )
         return Strategy(inputs, tuple(outputs), (self.lowering or {}).get(factor, ""))
 
-    def _sizes(self, shapes: Sequence[Sequence[int]], results: Sequence[Sequence[int] | None]) -> dict[str, int]:
+    def sizes(self, shapes: Sequence[Sequence[int]], results: Sequence[Sequence[int] | None]) -> dict[str, int]:
         """Return the size of each factor that follows from the shapes."""
         known: dict[str, int] = {}
         dims = [

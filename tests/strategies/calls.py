@@ -11,6 +11,7 @@ import torch
 from autopar.own_attention import BLOCK_ATTENTION
 from tests.strategies.calls_elements import backward_of_elements, binary, unary
 from tests.strategies.calls_planes import MORE
+from tests.strategies.calls_scans import scans
 from tests.strategies.make import b, c, f, i, p
 from tests.strategies.one_op import Case
 
@@ -484,7 +485,7 @@ def registry() -> Iterator[Case]:
 
 FAMILIES = (
     unary, binary, backward_of_elements, matmul, views, slices, factories, reductions, embedding, softmax, losses,
-    attention, convolutions, pooling, norms, weight_norms, indexing, experts, registry, *MORE,
+    attention, convolutions, pooling, norms, weight_norms, indexing, experts, registry, scans, *MORE,
 )  # fmt: skip
 
 
