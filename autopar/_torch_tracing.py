@@ -23,6 +23,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserDefinedObjectVariable
 from torch._dynamo.variables import torch as torch_variables
 from torch._dynamo.variables.base import VariableTracker
+from torch.utils._python_dispatch import _disable_current_modes
 
 _ASSUMED = {"isfinite": True, "isnan": False, "isinf": False}
 _SAME = frozenset({"any", "all", "bool"})
@@ -232,3 +233,8 @@ def _deciding(read: Any, decide: Callable[[Any, fx.Node], bool | None]) -> Any:
         return read(self, instruction)
 
     return None if read is None else decided
+
+
+def seen_by_nobody() -> Any:
+    """Return a context in which operators are neither traced nor noted by whatever mode is active."""
+    return _disable_current_modes()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ _LIBRARY.define("scan(Tensor[] reads, str call) -> Tensor")
 _LIBRARY.define("scan_backward(Tensor grad_out, Tensor[] reads, str call) -> Tensor[]")
 
 
-@lru_cache(maxsize=64)
+@cache
 def function_at(path: str) -> Callable[..., Any]:
-    """Return the function at `module:name`."""
+    """Return the function that was at `module:name` when first asked for: another may stand for it in traces."""
     module, _, name = path.partition(":")
     holder: Any = importlib.import_module(module)
     found: Callable[..., Any] = reduce(getattr, name.split("."), holder)

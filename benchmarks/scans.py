@@ -43,7 +43,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         (4, 256, 8, 1, 32, 64),
     ):
         heads = groups * each
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "query": (samples, steps, groups, keys),
             "key": (samples, steps, groups, keys),
             "value": (samples, steps, heads, values),
@@ -56,12 +56,12 @@ def cases() -> Iterator[tuple[str, Case]]:
         )
     selective = f"{_MODELS}.mamba.modeling_mamba:mamba_selective_scan"
     for samples, features, steps, width in ((2, 256, 256, 16), (1, 512, 1024, 16), (4, 128, 128, 64)):
-        flow, state = (samples, features, steps), (samples, width, steps)
-        shapes = {"hidden_states": flow, "dt": flow, "A": (features, width), "B": state, "C": state, "z": flow}
-        beside = {"D": (features,), "delta_bias": (features,)}
+        flow, of_state = (samples, features, steps), (samples, width, steps)
+        flows: dict[str, tuple[int, ...]] = {"hidden_states": flow, "dt": flow, "A": (features, width), "z": flow}
+        rest: dict[str, tuple[int, ...]] = {"B": of_state, "C": of_state, "D": (features,), "delta_bias": (features,)}
         yield (
             f"selective scan {samples}x{features}x{steps}x{width}",
-            ("selective_scan", selective, shapes | beside, {"delta_softplus": True}),
+            ("selective_scan", selective, flows | rest, {"delta_softplus": True}),
         )
     chunks = f"{_MODELS}.mamba2.modeling_mamba2:mamba2_chunk_scan"
     for samples, steps, groups, each, features, width, chunk in (
@@ -71,10 +71,12 @@ def cases() -> Iterator[tuple[str, Case]]:
     ):
         heads = groups * each
         state = (samples, steps, groups, width)
-        shapes = {"hidden_states": (samples, steps, heads, features), "dt": (samples, steps, heads), "A": (heads,)}
-        beside = {"B": state, "C": state, "D": (heads,), "dt_bias": (heads,)}
+        tokens: dict[str, tuple[int, ...]] = {
+            "hidden_states": (samples, steps, heads, features), "dt": (samples, steps, heads), "A": (heads,)
+        }  # fmt: skip
+        beside: dict[str, tuple[int, ...]] = {"B": state, "C": state, "D": (heads,), "dt_bias": (heads,)}
         how = {"chunk_size": chunk, "dt_softplus": True, "dt_limit": (0.0, float("inf"))}
-        yield f"chunk scan {samples}x{steps}x{heads}x{features}", ("chunk_scan", chunks, shapes | beside, how)
+        yield f"chunk scan {samples}x{steps}x{heads}x{features}", ("chunk_scan", chunks, tokens | beside, how)
 
 
 def compare(case: Case, device: Any) -> dict[str, Any]:

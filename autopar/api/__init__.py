@@ -15,6 +15,7 @@ from autopar.api.precisions import fastest
 from autopar.capture import Captured, capture
 from autopar.capture.autocasting import policy
 from autopar.capture.deepen import LayersDifferError, deepened
+from autopar.capture.scans import scans_as_operators
 from autopar.errors import CaptureError, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -123,13 +124,14 @@ def reprice_reference(
 
 def program_of(model: torch.nn.Module, shallow: Iterable[Shallow], example_inputs: Any, precision: str) -> Graph:
     """Return the program of a model, if it can be by repeating layers of one that is as it is but has few of them."""
-    for few in shallow:
-        try:
-            return deepened(captured_for(few.model, example_inputs, precision).graph, few.rows)
-        except LayersDifferError:  # the modules are equal, what they compute is not
-            continue
-        except CaptureError:
-            break
+    with scans_as_operators(model):  # for what is compared without values, too
+        for few in shallow:
+            try:
+                return deepened(captured_for(few.model, example_inputs, precision).graph, few.rows)
+            except LayersDifferError:  # the modules are equal, what they compute is not
+                continue
+            except CaptureError:
+                break
     return captured_for(model, example_inputs, precision).graph
 
 

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from autopar._torch_tracing import seen_by_nobody
 from autopar.ir.scan import SCANS, Scan, ScanCall
 from autopar.own_scans import SCAN, function_at, outputs_of
 
@@ -126,9 +127,9 @@ def _dtype(text: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.d
         [_size(dim, sizes, size) for dim, size in zip(dims, shape, strict=True)]
         for dims, shape in zip(call.forward.inputs, shapes, strict=True)
     ]
-    reads = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(short, dtypes, strict=True)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), seen_by_nobody():
+            reads = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in zip(short, dtypes, strict=True)]
             made = outputs_of(function_at(call.function)(**dict(zip(call.given, reads, strict=True)), **call.settings))
     except Exception:  # noqa: BLE001  whatever a kernel says of tensors that it is not for
         return str(dtypes[0]).removeprefix("torch.")
