@@ -71,8 +71,8 @@ def _place(index: Any) -> tuple[int, int] | None:
 
 
 def _computed(reads: Sequence[Tensor], call: ScanCall) -> Tensor:
-    made = function_at(call.function)(**dict(zip(call.given, reads, strict=True)), **call.settings)
-    out: Tensor = outputs_of(made)[0]
+    args, kwargs = call.arguments(reads)
+    out: Tensor = outputs_of(function_at(call.function)(*args, **kwargs))[0]
     return out.to(getattr(torch, call.dtype))
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scans
 
-Forward and backward of `autopar_ops::scan` at nine shapes, three of each kind, in memory that the process keeps, as
+Forward and backward of `autopar_ops::scan` at fifteen shapes, three of each kind, in memory that the process keeps, as
 emitted programs have it. Prices are of the catalogue's `cpu`. What backward takes without `own_scans._PicksOnce` is
 measured, too, once. One line of JSON a shape, on stdout and in benchmarks/results/scans.jsonl; medians of five runs.
 """
@@ -54,6 +54,19 @@ def cases() -> Iterator[tuple[str, Case]]:
             f"gated delta rule {samples}x{steps}x{heads}x{values}",
             ("gated_delta_rule", delta, shapes, {"use_qk_l2norm_in_kernel": True}),
         )
+    kimi = f"{_MODELS}.kimi_linear.modeling_kimi_linear:chunk_kimi_delta_attention"
+    for samples, steps, heads, keys, values in ((1, 512, 4, 64, 64), (1, 256, 8, 128, 128), (2, 256, 8, 32, 64)):
+        shapes = {
+            "query": (samples, steps, heads, keys),
+            "key": (samples, steps, heads, keys),
+            "value": (samples, steps, heads, values),
+            "g": (samples, steps, heads, keys),
+            "beta": (samples, steps, heads),
+        }
+        yield (
+            f"kimi delta rule {samples}x{steps}x{heads}x{values}",
+            ("kimi_delta_rule", kimi, shapes, {"use_qk_l2norm_in_kernel": True}),
+        )
     selective = f"{_MODELS}.mamba.modeling_mamba:mamba_selective_scan"
     for samples, features, steps, width in ((2, 256, 256, 16), (1, 512, 1024, 16), (4, 128, 128, 64)):
         flow, of_state = (samples, features, steps), (samples, width, steps)
@@ -77,6 +90,15 @@ def cases() -> Iterator[tuple[str, Case]]:
         beside: dict[str, tuple[int, ...]] = {"B": state, "C": state, "D": (heads,), "dt_bias": (heads,)}
         how = {"chunk_size": chunk, "dt_softplus": True, "dt_limit": (0.0, float("inf"))}
         yield f"chunk scan {samples}x{steps}x{heads}x{features}", ("chunk_scan", chunks, tokens | beside, how)
+    convolution = f"{_MODELS}.mamba.modeling_mamba:causal_conv1d_fn"
+    for samples, features, steps, width in ((2, 256, 512, 4), (1, 1024, 2048, 4), (4, 512, 256, 4)):
+        read: dict[str, tuple[int, ...]] = {
+            "hidden_states": (samples, features, steps), "weight": (features, width), "bias": (features,)
+        }  # fmt: skip
+        yield (
+            f"causal convolution {samples}x{features}x{steps}",
+            ("causal_convolution", convolution, read, {"activation": "silu"}),
+        )
 
 
 def compare(case: Case, device: Any) -> dict[str, Any]:
@@ -94,7 +116,7 @@ def compare(case: Case, device: Any) -> dict[str, Any]:
         (-1 if name in {"A", "g"} else 1) * torch.rand(shape, generator=generator) for name, shape in shapes.items()
     ]
     ranks = tuple(map(len, shapes.values()))
-    call = ScanCall(kind, function, tuple(shapes), ranks, settings, "float32").text
+    call = ScanCall(kind, function, tuple(shapes), ranks, (), settings, "float32").text
     ops = torch.ops.autopar_ops
     out = ops.scan(read, call)
     grad = torch.rand(out.shape, generator=generator)
@@ -144,6 +166,7 @@ def _peak(run: Callable[[], Any]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all shapes on one thread."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="*", help="whose names begin so; all")
     parser.add_argument("--output", type=Path, default=RESULTS / "scans.jsonl")
     args = parser.parse_args(arguments)
     if any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
@@ -156,6 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     device = catalogued_device("cpu")
     for name, case in cases():
+        if args.kinds and not name.startswith(tuple(args.kinds)):
+            continue
         write({"benchmark": "scans", "case": name, **compare(case, device)}, args.output)
     return 0
 

@@ -3,7 +3,9 @@
     torch_chunk_gated_delta_rule(q, k, v, g, beta)   →   scan([q, k, v, g, beta], "gated_delta_rule ...")
 
 Functions are known by their names and arguments (`ir/scan.py`), wherever a loaded module or the model holds them.
-Calls that ask for the last state, or give tensors that are not known there, stay as they are.
+Calls that ask for the last state, or give tensors that are not known there, stay as they are. Kernels that compute a
+whole layer, scan, convolution and products, are none that a part of could be computed: where a machine has them, layers
+are captured as without.
 """
 
 from __future__ import annotations
@@ -28,14 +30,35 @@ _KINDS: Mapping[str, str] = {name: kind for kind, scan in SCANS.items() for name
 _PLAIN = (bool, int, float, str, types.NoneType)
 _STEPS = 2
 
+_WHOLE_LAYERS = frozenset({"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"})
+"""Functions of transformers around such kernels, which return nothing where these are not installed."""
+
+_ASKING_FOR_THEM = ("use_fast_path", "use_mem_eff_path")
+"""What layers of mamba_ssm are told to take them by."""
+
 
 @contextmanager
 def scans_as_operators(model: nn.Module) -> Iterator[None]:
     """Let what is traced call an operator where it calls the function of a scan."""
     with ExitStack() as stack:
+        for owner, name, value in [*_whole_layers(model)]:
+            stack.enter_context(patch.object(owner, name, value))
         for owner, name, function in list(_held(model)):
             stack.enter_context(patch.object(owner, name, _operator(function)))
         yield
+
+
+def _whole_layers(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """Yield who takes kernels of whole layers, by which name, and what to have there instead."""
+    for module in list(sys.modules.values()):
+        known = vars(module) if isinstance(module, types.ModuleType) else {}
+        for name in _WHOLE_LAYERS:
+            if hasattr(known.get(name), "__wrapped__"):
+                yield module, name, known[name].__wrapped__
+    for layer in model.modules():
+        for name in _ASKING_FOR_THEM:
+            if vars(layer).get(name) is True:
+                yield layer, name, False
 
 
 def _held(model: nn.Module) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -69,7 +92,8 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def operator(*args: Any, **kwargs: Any) -> Any:
-        found = _call(function, scan, signature.bind(*args, **kwargs))
+        positional = tuple(signature.parameters)[: len(args)]
+        found = _call(function, scan, positional, signature.bind(*args, **kwargs))
         if found is None:
             return function(*args, **kwargs)
         call, reads = found
@@ -81,7 +105,7 @@ def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(
-    function: Callable[..., Any], scan: Scan, bound: inspect.BoundArguments
+    function: Callable[..., Any], scan: Scan, positional: tuple[str, ...], bound: inspect.BoundArguments
 ) -> tuple[ScanCall, list[Tensor]] | None:
     """Return a call of a scan and the tensors it reads; `None` where it is more than `ir/scan.py` knows."""
     given: dict[str, Tensor] = {}
@@ -97,7 +121,8 @@ def _call(
             settings[name] = value
     shapes, dtypes = tuple(tuple(each.shape) for each in given.values()), tuple(each.dtype for each in given.values())
     path = f"{function.__module__}:{function.__qualname__}"
-    call = ScanCall(_KINDS[function.__name__], path, tuple(given), tuple(map(len, shapes)), settings, "float32")
+    ranks = tuple(map(len, shapes))
+    call = ScanCall(_KINDS[function.__name__], path, tuple(given), ranks, positional, settings, "float32")
     dtype = _dtype(call.text, shapes, dtypes)
     return None if dtype is None else (call.computed_in(dtype), list(given.values()))
 
@@ -130,7 +155,8 @@ def _dtype(text: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.d
     try:
         with torch.no_grad(), seen_by_nobody():
             reads = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in zip(short, dtypes, strict=True)]
-            made = outputs_of(function_at(call.function)(**dict(zip(call.given, reads, strict=True)), **call.settings))
+            args, kwargs = call.arguments(reads)
+            made = outputs_of(function_at(call.function)(*args, **kwargs))
     except Exception:  # noqa: BLE001  whatever a kernel says of tensors that it is not for
         return str(dtypes[0]).removeprefix("torch.")
     out, *beside = made

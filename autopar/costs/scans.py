@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -92,6 +92,23 @@ def _gated_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
     )
 
 
+def _kimi_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
+    """Return the same with a decay for each feature: transformers' function makes every pair's products one by one."""
+    plain = _gated_delta_rule({**sizes, "r": 1}, chunk)
+    pairs = plain.exponentials * sizes["d"]
+    return replace(
+        plain,
+        products=plain.products[2:],
+        operations=4.0 * pairs,  # of keys with keys, queries with keys
+        elements=plain.elements + 16.0 * pairs,
+        exponentials=pairs,
+        kernels=plain.kernels + 5 * chunk,
+        held=plain.held + 3.0 * pairs,
+        held_backward=plain.held_backward + 4.8 * pairs,
+        inside=plain.inside + sizes["d"] / sizes["e"] * plain.exponentials,
+    )
+
+
 def _selective_scan(sizes: Mapping[str, int], chunk: int) -> _Work:
     samples, steps, features, width = sizes["b"], sizes["s"], sizes["d"], sizes["n"]
     rows = samples * steps * features
@@ -134,10 +151,27 @@ def _chunk_scan(sizes: Mapping[str, int], chunk: int) -> _Work:
     )
 
 
+def _causal_convolution(sizes: Mapping[str, int], chunk: int) -> _Work:
+    rows = float(sizes["b"] * sizes["s"] * sizes["d"])
+    return _Work(
+        products=[],
+        operations=2.0 * rows * sizes["k"],
+        elements=7.0 * rows,
+        slower=4.0,
+        exponentials=rows,
+        kernels=6,
+        held=rows,
+        held_backward=3.0 * rows,
+        inside=0.0,
+    )
+
+
 _WORK: Mapping[str, Callable[[Mapping[str, int], int], _Work]] = {
     "gated_delta_rule": _gated_delta_rule,
+    "kimi_delta_rule": _kimi_delta_rule,
     "selective_scan": _selective_scan,
     "chunk_scan": _chunk_scan,
+    "causal_convolution": _causal_convolution,
 }
 
 
@@ -161,8 +195,8 @@ def scan_flops(op: Op, ins: Sequence[Shape]) -> float:
 def scan_bytes(op: Op, ins: Sequence[Sequence[Shape]], dtype: str, device: DeviceSpec) -> Floats:
     """Return the bytes that a scan holds while it runs, beside what it reads and makes.
 
-    Of transformers' functions on CPUs held against torch 2.13's allocator at nine shapes: -8 to +8 %. What kernels of
-    libraries hold on GPUs is counted from what they pass to one another, and was not measured.
+    Of transformers' functions on CPUs held against torch 2.13's allocator at fifteen shapes (`benchmarks/scans.py`).
+    What kernels of libraries hold on GPUs is counted from what they pass to one another, and was not measured.
     """
     works = [_work(op, each) for each in ins]
     if device.kind == "cpu":

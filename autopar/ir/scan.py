@@ -70,6 +70,23 @@ SCANS: Mapping[str, Scan] = {
         beside=1,
         called={"q": "query", "k": "key", "v": "value"},
     ),
+    # Kimi Team 2025, "Kimi Linear", section 3: a decay for each feature of a key; the same libraries' function.
+    "kimi_delta_rule": Scan(
+        functions=frozenset({"chunk_kda", "chunk_kimi_delta_attention"}),
+        reads={
+            "query": ("bsgd",),
+            "key": ("bsgd",),
+            "value": ("bsge",),
+            "g": ("bsgd",),
+            "beta": ("bsg",),
+            "initial_state": ("bgde",),
+        },
+        makes="bsge",
+        whole="sd",
+        states=frozenset({"output_final_state"}),
+        beside=1,
+        called={"q": "query", "k": "key", "v": "value"},
+    ),
     # Gu and Dao 2023, "Mamba", algorithm 2; mamba_ssm's and transformers' function.
     "selective_scan": Scan(
         functions=frozenset({"selective_scan_fn", "mamba_selective_scan"}),
@@ -87,6 +104,15 @@ SCANS: Mapping[str, Scan] = {
         whole="sn",
         states=frozenset({"return_last_state"}),
         called={"hidden_states": "u", "dt": "delta"},
+    ),
+    # The convolution in front of such scans, over the last few steps; causal-conv1d's and transformers' function.
+    "causal_convolution": Scan(
+        functions=frozenset({"causal_conv1d_fn"}),
+        reads={"x": ("bds",), "weight": ("dk",), "bias": ("d",)},
+        makes="bds",
+        whole="sk",
+        states=frozenset({"return_final_states"}),
+        called={"hidden_states": "x"},
     ),
     # Dao and Gu 2024, "Transformers are SSMs", section 6; mamba_ssm's and transformers' function.
     "chunk_scan": Scan(
@@ -122,6 +148,9 @@ class ScanCall:
     """The function's own names of the tensors it is given."""
 
     ranks: tuple[int, ...]
+    positional: tuple[str, ...]
+    """Names of the arguments that the model gives by position: a kernel may call them otherwise."""
+
     settings: Mapping[str, Any]
     """Its other arguments: numbers, texts, truth values and tuples of them."""
 
@@ -131,19 +160,26 @@ class ScanCall:
     @property
     def text(self) -> str:
         """Return the call as one argument of an operator."""
-        return json.dumps([self.kind, self.function, self.given, self.ranks, self.settings, self.dtype])
+        return json.dumps(
+            [self.kind, self.function, self.given, self.ranks, self.positional, self.settings, self.dtype]
+        )
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def read(text: str) -> ScanCall:
         """Return the call that `text` tells of."""
-        kind, function, given, ranks, settings, dtype = json.loads(text)
+        kind, function, given, ranks, positional, settings, dtype = json.loads(text)
         plain = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-        return ScanCall(kind, function, tuple(given), tuple(ranks), plain, dtype)
+        return ScanCall(kind, function, tuple(given), tuple(ranks), tuple(positional), plain, dtype)
 
     def computed_in(self, dtype: str) -> ScanCall:
         """Return the call with another type of its output."""
         return replace(self, dtype=dtype)
+
+    def arguments(self, reads: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return what to call the function with, by position and by name."""
+        named = dict(zip(self.given, reads, strict=True)) | dict(self.settings)
+        return [named.pop(name) for name in self.positional], named
 
     @property
     def scan(self) -> Scan:

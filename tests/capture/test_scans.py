@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -35,6 +36,34 @@ class Delta(nn.Module):
         q, k, v, g, beta = self.made(x).split([8, 8, 24, 4, 4], dim=-1)
         heads = [each.unflatten(-1, (count, -1)) for each, count in ((q, 2), (k, 2), (v, 4))]
         out, _ = self.chosen(*heads, g=-g.exp(), beta=beta.sigmoid(), **self.settings)
+        return out.square().mean()
+
+
+class Kimi(nn.Module):
+    """A layer that calls the delta rule of Kimi Linear."""
+
+    def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
+        super().__init__()
+        self.chosen, self.settings = function, settings
+        self.made = nn.Linear(8, 8 + 8 + 12 + 8 + 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        *heads, g, beta = self.made(x).split([8, 8, 12, 8, 2], dim=-1)
+        read = (*(each.unflatten(-1, (2, -1)) for each in heads), -g.unflatten(-1, (2, -1)).exp(), beta.sigmoid())
+        out: Tensor = self.chosen(*read, **self.settings)[0]
+        return out.square().mean()
+
+
+class Convolved(nn.Module):
+    """A layer that calls a causal convolution."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.chosen = function
+        self.weight, self.bias = nn.Parameter(torch.rand(8, 4)), nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.chosen(x.transpose(1, 2), self.weight, self.bias, activation="silu")
         return out.square().mean()
 
 
@@ -76,6 +105,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         modeling_qwen3_next.torch_chunk_gated_delta_rule, use_qk_l2norm_in_kernel=True
     ),
     "gated delta rule of another library": lambda: Delta(scans.chunk_gated_delta_rule, scale=0.5),
+    "delta rule of kimi, transformers": lambda: Kimi(modeling_kimi_linear.chunk_kimi_delta_attention),
+    "delta rule of kimi, another library": lambda: Kimi(scans.chunk_kda, scale=0.5),
+    "convolution of transformers": lambda: Convolved(modeling_mamba.causal_conv1d_fn),
     "selective scan of transformers": lambda: Selective(modeling_mamba.mamba_selective_scan),
     "selective scan of another library": lambda: Selective(scans.selective_scan_fn),
     "chunk scan of transformers": lambda: Chunked(modeling_mamba2.mamba2_chunk_scan),
@@ -184,7 +216,9 @@ def test_the_type_of_the_output_is_that_of_the_function() -> None:
 
 
 def test_a_call_survives_its_text() -> None:
-    call = ScanCall("chunk_scan", f"{MAMBA}:f", ("x",), (4,), {"dt_limit": (0.0, float("inf")), "z": None}, "float32")
+    call = ScanCall(
+        "chunk_scan", f"{MAMBA}:f", ("x",), (4,), ("x",), {"dt_limit": (0.0, float("inf")), "z": None}, "float32"
+    )
     assert ScanCall.read(call.text) == call
 
 

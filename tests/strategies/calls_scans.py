@@ -23,6 +23,10 @@ def scans() -> Iterator[Case]:
             "beta": p(4, 3, 4),
         }
         yield from _scan("gated_delta_rule", "chunk_gated_delta_rule", read, f(4, 3, 4, 2))
+    read = {"q": f(4, 3, 4, 5), "k": f(4, 3, 4, 5), "v": f(4, 3, 4, 2), "g": -p(4, 3, 4, 5), "beta": p(4, 3, 4)}
+    yield from _scan("kimi_delta_rule", "chunk_kda", read, f(4, 3, 4, 2))
+    convolved = {"x": f(4, 4, 5), "weight": f(4, 3), "bias": f(4)}
+    yield from _scan("causal_convolution", "causal_conv1d_fn", convolved, f(4, 4, 5), activation="silu")
     flows = {"u": f(4, 4, 3), "delta": f(4, 4, 3), "A": -p(4, 5), "B": f(4, 5, 3), "C": f(4, 5, 3)}
     beside = {"D": f(4), "z": f(4, 4, 3), "delta_bias": f(4)}
     yield from _scan("selective_scan", "selective_scan_fn", flows, f(4, 4, 3))
@@ -38,6 +42,6 @@ def _scan(
 ) -> Iterator[Case]:
     """Yield a call of a scan and its gradient."""
     ranks = tuple(each.dim() for each in read.values())
-    call = ScanCall(kind, f"tests.support.scans:{name}", tuple(read), ranks, settings, "float64").text
+    call = ScanCall(kind, f"tests.support.scans:{name}", tuple(read), ranks, (), settings, "float64").text
     yield c("autopar_ops.scan.default", list(read.values()), call)
     yield c("autopar_ops.scan_backward.default", grad, list(read.values()), call)

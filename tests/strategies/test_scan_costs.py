@@ -22,16 +22,20 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
         "q": (B, S, H, D), "k": (B, S, H, D), "v": (B, S, H, D), "g": (B, S, H), "beta": (B, S, H)
     },
     "selective_scan": {"u": (B, F, S), "delta": (B, F, S), "A": (F, D), "B": (B, D, S), "C": (B, D, S)},
+    "kimi_delta_rule": {
+        "q": (B, S, H, D), "k": (B, S, H, D), "v": (B, S, H, D), "g": (B, S, H, D), "beta": (B, S, H)
+    },
+    "causal_convolution": {"x": (B, F, S), "weight": (F, 4), "bias": (F,)},
     "chunk_scan": {"x": (B, S, H, D), "dt": (B, S, H), "A": (H,), "B": (B, S, 1, 16), "C": (B, S, 1, 16)},
 }  # fmt: skip
-HEADS = {"gated_delta_rule": 2, "selective_scan": 1, "chunk_scan": 2}
+HEADS = {"gated_delta_rule": 2, "kimi_delta_rule": 2, "selective_scan": 1, "chunk_scan": 2, "causal_convolution": 1}
 """Which dimension of the output the heads, or the features, are."""
 
 
 def scan(kind: str, backward: bool = False, **settings: Any) -> tuple[Op, list[TensorMeta]]:
     """Return a call of a scan, and the tensors it reads."""
     shapes = SHAPES[kind]
-    call = ScanCall(kind, "library:function", tuple(shapes), tuple(map(len, shapes.values())), settings, "float32")
+    call = ScanCall(kind, "library:function", tuple(shapes), tuple(map(len, shapes.values())), (), settings, "float32")
     read = [*([call.shape([*shapes.values()])] if backward else []), *shapes.values()]
     metas = [TensorMeta(shape, "float32") for shape in read]
     refs = [Ref(f"x{index}", 0) for index in range(len(metas))]

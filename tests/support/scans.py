@@ -23,6 +23,25 @@ def chunk_gated_delta_rule(
     return torch.stack(out, dim=1), None
 
 
+def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float = 1.0) -> tuple[Tensor, None]:
+    """Return the same of a state that forgets each feature of the keys at a pace of its own."""
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    out = []
+    for i in range(v.shape[1]):
+        state = state * g[:, i].exp()[..., None]
+        missing = v[:, i] - torch.einsum("bhd,bhde->bhe", k[:, i], state)
+        state = state + torch.einsum("bhd,bhe->bhde", k[:, i], missing * beta[:, i][..., None])
+        out.append(torch.einsum("bhd,bhde->bhe", q[:, i] * scale, state))
+    return torch.stack(out, dim=1), None
+
+
+def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """Return a convolution over the last steps of each feature."""
+    steps = x.shape[2]
+    made = functional.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])[:, :, :steps]
+    return functional.silu(made) if activation else made
+
+
 def selective_scan_fn(
     u: Tensor,
     delta: Tensor,
