@@ -86,8 +86,8 @@ def _gated_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
         slower=3.7,
         exponentials=float(pairs),
         kernels=45 + 9 * chunks,
-        held=5.0 * tokens * keys + 4.0 * tokens * values + 3.0 * pairs,
-        held_backward=11.0 * tokens * keys + 8.0 * tokens * values + 6.0 * pairs,
+        held=5.0 * tokens * keys + (4.0 + 4.0 / chunks) * tokens * values + 3.0 * pairs,
+        held_backward=11.0 * tokens * keys + (8.0 + 3.0 / chunks) * tokens * values + 6.0 * pairs,
         inside=float(tokens * (keys + 2 * values) + pairs + states),
     )
 
@@ -96,6 +96,7 @@ def _kimi_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
     """Return the same with a decay for each feature: transformers' function makes every pair's products one by one."""
     plain = _gated_delta_rule({**sizes, "r": 1}, chunk)
     pairs = plain.exponentials * sizes["d"]
+    chunks = -(-sizes["s"] // chunk)
     return replace(
         plain,
         products=plain.products[2:],
@@ -104,7 +105,7 @@ def _kimi_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
         exponentials=pairs,
         kernels=plain.kernels + 5 * chunk,
         held=plain.held + 3.0 * pairs,
-        held_backward=plain.held_backward + 4.8 * pairs,
+        held_backward=plain.held_backward + (4.4 + 1.6 / chunks) * pairs + 12.0 * plain.exponentials,
         inside=plain.inside + sizes["d"] / sizes["e"] * plain.exponentials,
     )
 
