@@ -1,6 +1,7 @@
 """Scans over a sequence on one core: seconds and bytes held that are priced beside those of transformers' functions.
 
     python -m benchmarks.scans
+    python -m benchmarks.scans --published    # forward on GPUs, as others measured it, beside its price
 
 Forward and backward of `autopar_ops::scan` at fifteen shapes, three of each kind, in memory that the process keeps, as
 emitted programs have it. Prices are of the catalogue's `cpu`. What backward takes without `own_scans._PicksOnce` is
@@ -10,6 +11,7 @@ measured, too, once. One line of JSON a shape, on stdout and in benchmarks/resul
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import statistics
 import subprocess
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.record import RESULTS, write
+from benchmarks.record import RESULTS, ROOT, markdown, write
 
 Case = tuple[str, str, dict[str, tuple[int, ...]], dict[str, Any]]
 """Kind, function, shapes by argument, settings."""
@@ -30,6 +32,9 @@ KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "4294967295", "MALLOC_TRIM_THRESHOLD_": "4294967295", "MALLOC_TOP_PAD_": "1073741824",
 }  # fmt: skip
 """What glibc is told, so that nothing returns to the system between two runs."""
+
+DATA = ROOT / "benchmarks" / "data"
+NAMES = ("measured", "priced")
 
 _MODELS = "transformers.models"
 
@@ -139,6 +144,29 @@ def compare(case: Case, device: Any) -> dict[str, Any]:
     return row
 
 
+def published(path: Path = DATA / "scan_kernels.csv") -> list[dict[str, Any]]:
+    """Return what others measured of flash-linear-attention's gated delta rule, beside its price."""
+    from autopar.costs.scans import scan_seconds
+    from autopar.ir.graph import Op
+    from autopar.ir.scan import ScanCall
+    from cost_models.device import catalogued_device
+
+    found = []
+    for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+        samples, steps, keys, values, dim = (
+            int(row[name]) for name in ("batch", "seq", "key_heads", "value_heads", "head_dim")
+        )
+        key, value = (samples, steps, keys, dim), (samples, steps, values, dim)
+        shapes = {"q": key, "k": key, "v": value, "g": value[:3], "beta": value[:3]}
+        ranks = tuple(map(len, shapes.values()))
+        call = ScanCall("gated_delta_rule", "fla:chunk_gated_delta_rule", tuple(shapes), ranks, (), {}, row["dtype"])
+        op = Op(name="scan", kind="call", target="autopar_ops.scan.default", args=((), call.text), outputs=())
+        priced = float(scan_seconds(op, [[*shapes.values()]], row["dtype"], catalogued_device(row["device"]))[0])
+        measured = float(row["forward_ms"]) / 1e3
+        found.append({**row, "measured_s": measured, "priced_s": priced, "error": priced / measured - 1})
+    return found
+
+
 def _median(run: Callable[[], Any], times: int = 5) -> float:
     run()
     took = []
@@ -168,7 +196,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", help="whose names begin so; all")
     parser.add_argument("--output", type=Path, default=RESULTS / "scans.jsonl")
+    parser.add_argument("--published", action="store_true", help="price published kernels, and measure nothing")
     args = parser.parse_args(arguments)
+    if args.published:
+        columns = ("device", "batch", "seq", "key_heads", "value_heads", "dtype")
+        told = [
+            {**{name: row[name] for name in columns}, **{f"{name} (ms)": row[f"{name}_s"] * 1e3 for name in NAMES}}
+            | {"error": f"{row['error']:+.0%}"}
+            for row in published()
+        ]
+        sys.stdout.write(markdown(told, [*columns, *(f"{name} (ms)" for name in NAMES), "error"]))
+        return 0
     if any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
         again = [sys.executable, "-m", "benchmarks.scans", *sys.argv[1:]]
         return subprocess.run(again, env={**os.environ, **KEEP_MEMORY}, check=False).returncode

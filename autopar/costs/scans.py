@@ -31,6 +31,18 @@ _CHUNK = 64
 
 _AGAIN, _TWICE = 1, 2
 
+_TRITON = 1.8
+"""How many times as long as in the vendor's library products of chunks take in flash-linear-attention's kernels.
+
+Forward of its gated delta rule, as others published: 1.6 to 1.7 at six shapes on an H100, 1.85 to 2.0 at five on a B200
+(`benchmarks/data/scan_kernels.csv`). Taken for its and mamba_ssm's other kernels of chunks, and for backward.
+"""
+
+_EXPONENTIAL = 16.0
+"""Operations of float32 that take as long as one exponential: 256 against 16 a clock and multiprocessor (CUDA C++
+Programming Guide, throughput of native arithmetic instructions, compute capability 8.0 and 9.0: 64 and 128 fused
+multiply-adds, 16 of special functions)."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Work:
@@ -38,6 +50,9 @@ class _Work:
 
     products: Sequence[tuple[int, tuple[int, int, int, int]]]
     """How often a product (batch, m, n, k) is done one after another where no kernel does them at once."""
+
+    in_kernels: Sequence[tuple[int, int, int, int]]
+    """The products of the kernels of its library, each of all chunks at once."""
 
     operations: float
     """Floating-point operations beside those of products."""
@@ -81,6 +96,7 @@ def _gated_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
     elements = 28.0 * tokens * keys + 14.0 * tokens * values + 11.0 * pairs + 5.0 * states
     return _Work(
         products=products,
+        in_kernels=_at_once(products),
         operations=0.0,
         elements=elements,
         slower=3.7,
@@ -100,6 +116,7 @@ def _kimi_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
     return replace(
         plain,
         products=plain.products[2:],
+        in_kernels=_at_once(plain.products),
         operations=4.0 * pairs,  # of keys with keys, queries with keys
         elements=plain.elements + 16.0 * pairs,
         exponentials=pairs,
@@ -115,6 +132,7 @@ def _selective_scan(sizes: Mapping[str, int], chunk: int) -> _Work:
     rows = samples * steps * features
     return _Work(
         products=[],
+        in_kernels=[],
         operations=9.0 * rows * width,  # as Gu and Dao count a scan, with the product by C
         elements=13.0 * rows * width + 10.0 * rows,
         slower=6.0,
@@ -139,8 +157,12 @@ def _chunk_scan(sizes: Mapping[str, int], chunk: int) -> _Work:
         (1, (heads, chunks + 1, features * width, chunks + 1)),
         (1, (blocks, chunk, features, width)),
     ]
+    # Scores are of groups, and half of their products with values is left out: they are causal.
+    of_groups = samples * sizes["g"] * chunks
+    in_kernels = [(of_groups, chunk, chunk, width), (blocks, chunk, features, chunk // 2), *_at_once(products[2:])]
     return _Work(
         products=products,
+        in_kernels=in_kernels,
         operations=0.0,
         elements=22.0 * tokens * features + 20.0 * tokens * width + 16.0 * pairs + 6.0 * states,
         slower=3.0,
@@ -156,6 +178,7 @@ def _causal_convolution(sizes: Mapping[str, int], chunk: int) -> _Work:
     rows = float(sizes["b"] * sizes["s"] * sizes["d"])
     return _Work(
         products=[],
+        in_kernels=[],
         operations=2.0 * rows * sizes["k"],
         elements=7.0 * rows,
         slower=4.0,
@@ -165,6 +188,11 @@ def _causal_convolution(sizes: Mapping[str, int], chunk: int) -> _Work:
         held_backward=3.0 * rows,
         inside=0.0,
     )
+
+
+def _at_once(products: Sequence[tuple[int, tuple[int, int, int, int]]]) -> list[tuple[int, int, int, int]]:
+    """Return products that are done one after another as products of all chunks."""
+    return [(count * batch, m, n, k) for count, (batch, m, n, k) in products]
 
 
 _WORK: Mapping[str, Callable[[Mapping[str, int], int], _Work]] = {
@@ -211,16 +239,14 @@ def _seconds(op: Op, ins: Sequence[Shape], dtype: str, device: DeviceSpec) -> fl
     work = _work(op, ins)
     on_cpu = device.kind == "cpu"
     dtype = _CPU_DTYPE if on_cpu else dtype
-    total = 0.0
-    for count, (batch, m, n, k) in work.products:
-        at_once = 1 if on_cpu else count
-        total += count / at_once * float(compute.matmul_s(batch * at_once, m, n, k, dtype, device))
     if on_cpu:
+        total = sum(count * float(compute.matmul_s(*product, dtype, device)) for count, product in work.products)
         moved = work.slower * work.elements * dtype_bytes(dtype)
         total += float(compute.memory_bound_s(moved, device, work.exponentials)) + work.kernels * device.kernel_launch_s
     else:
+        total = _TRITON * sum(float(compute.matmul_s(*product, dtype, device)) for product in work.in_kernels)
         moved = sum(math.prod(each) for each in ins) * dtype_bytes(dtype)
-        arithmetic = work.operations / device.flops_for("float32")
+        arithmetic = (work.operations + _EXPONENTIAL * work.exponentials) / device.flops_for("float32")
         total += max(float(compute.memory_bound_s(moved, device)), arithmetic)
     return total * (_AGAIN + _TWICE if _is_backward(op) else 1)
 
