@@ -58,6 +58,7 @@ _WRITES_WITHOUT_READING = (
 
 _EXTRA_PASSES = {
     "aten.native_batch_norm.default": 1.0, "aten._native_batch_norm_legit_functional.default": 1.0,
+    "aten._native_batch_norm_legit.no_stats": 1.0,
     "aten._softmax.default": 0.5, "aten._log_softmax.default": 0.5,
     "autopar_ops.cross_entropy_backward.default": 2.0,
 }  # fmt: skip

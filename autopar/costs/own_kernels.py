@@ -35,12 +35,20 @@ _LARGEST_READ: Mapping[str, float] = {
     "aten.native_layer_norm_backward.default": 5.5,
     "aten.native_group_norm.default": 1.6,
     "aten.native_group_norm_backward.default": 5.5,
-    "aten._native_batch_norm_legit_functional.default": 15.0,
-    "aten.native_batch_norm.default": 15.0,
-    "aten.native_batch_norm_backward.default": 24.0,
     "autopar_ops.cross_entropy_backward.default": 3.0,
 }
-"""Further passes over the largest tensor that is read. Batch norm gives each channel to one block of threads."""
+"""Further passes over the largest tensor that is read."""
+
+_CHANNEL_BY_CHANNEL: Mapping[str, float] = {
+    "aten._native_batch_norm_legit_functional.default": 15.0,
+    "aten._native_batch_norm_legit.no_stats": 15.0,
+    "aten.native_batch_norm.default": 15.0,
+    "aten.native_batch_norm_backward.default": 24.0,
+}
+_OF_ONE_BYTES_PER_S = 4.8e12 / 132
+"""The same of batch norm on an H200, and the memory's rate there for each multiprocessor. Batch norm gives each channel
+to one block of threads, which reads as fast as one multiprocessor can: that memory is faster for each of them helps it
+nothing, so on devices with less memory bandwidth for each these passes are fewer."""
 
 _SOFTMAX = frozenset({"aten._softmax.default", "aten._log_softmax.default"})
 _CACHED_ROW_BYTES = 190e3
@@ -112,4 +120,10 @@ def further_bytes(
     if op.target in _SUMS:
         results = math.prod(outs[0]) if outs else 1
         return _SUM_STARTS * device.memory_half_bytes if math.prod(ins[0]) >= _FEW * results else 0.0
-    return _LARGEST_READ.get(op.target, 0.0) * max(read)
+    passes = _LARGEST_READ.get(op.target, 0.0)
+    if op.target in _CHANNEL_BY_CHANNEL:
+        shared = (
+            device.memory_bytes_per_s / device.multiprocessors / _OF_ONE_BYTES_PER_S if device.multiprocessors else 1.0
+        )
+        passes = shared * _CHANNEL_BY_CHANNEL[op.target]
+    return passes * max(read)

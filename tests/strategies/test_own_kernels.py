@@ -126,3 +126,15 @@ def test_convolutions_of_float32_are_computed_in_tf32_where_there_is_any():
 
     assert price(graph, "aten.convolution.default", H200) < price(graph, "aten.convolution.default", without)
     assert least_seconds(graph, [H200]) < least_seconds(graph, [without])
+
+
+def test_batch_norm_takes_less_of_a_card_whose_memory_is_slower_for_each_multiprocessor() -> None:
+    weight = meta(64)
+    norm = program(
+        lambda x, w: nn.functional.batch_norm(x, None, None, w, w, training=True), 64, 64, 56, 56, others=(weight,)
+    )
+    l4 = catalogued_device("l4")
+    for target in ("aten._native_batch_norm_legit.no_stats", "aten.native_batch_norm_backward"):
+        times = price(norm, target, l4) / price(norm, target, H200)
+        of_memory = H200.memory_bytes_per_s / l4.memory_bytes_per_s
+        assert H200.multiprocessors / l4.multiprocessors < times < 0.5 * of_memory
