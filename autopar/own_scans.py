@@ -71,8 +71,10 @@ def _place(index: Any) -> tuple[int, int] | None:
 
 
 def _computed(reads: Sequence[Tensor], call: ScanCall) -> Tensor:
+    """Return the output of a call; types are those of what it reads, as in kernels, whatever autocast is around."""
     args, kwargs = call.arguments(reads)
-    out: Tensor = outputs_of(function_at(call.function)(*args, **kwargs))[0]
+    with torch.autocast(reads[0].device.type, enabled=False):
+        out: Tensor = outputs_of(function_at(call.function)(*args, **kwargs))[0]
     return out.to(getattr(torch, call.dtype))
 
 

@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from autopar.capture import capture
 from autopar.ir.graph import Graph
 from autopar.ir.scan import ScanCall
-from autopar.own_scans import _PicksOnce
+from autopar.own_scans import SCAN, _PicksOnce
 from tests.capture.program import run
 from tests.support import scans
 
@@ -213,6 +213,22 @@ def test_the_type_of_the_output_is_that_of_the_function() -> None:
     (scan,) = (op for op in graph.ops if op.target == "autopar_ops.scan.default")
     assert scan.outputs[0] is not None
     assert scan.outputs[0].dtype == str(Mixed()(*given).dtype).removeprefix("torch.") == "float32"
+
+
+def test_autocast_around_the_operator_reaches_nothing_inside() -> None:
+    read = [
+        torch.randn(2, 5, 2, 4),
+        torch.randn(2, 5, 2, 4),
+        torch.randn(2, 5, 2, 4),
+        -torch.rand(2, 5, 2),
+        torch.rand(2, 5, 2),
+    ]
+    named = ("query", "key", "value", "g", "beta")
+    function = f"{modeling_qwen3_next.__name__}:torch_chunk_gated_delta_rule"
+    call = ScanCall("gated_delta_rule", function, named, (4, 4, 4, 3, 3), (), {}, "float32").text
+    plain = SCAN(read, call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(SCAN(read, call), plain)
 
 
 def test_a_call_survives_its_text() -> None:
