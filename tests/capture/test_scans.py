@@ -15,8 +15,11 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from autopar.capture import capture
+from autopar.capture.scans import _dtype, scans_as_operators
 from autopar.ir.graph import Graph
+from autopar.ir.repetition import Repetition
 from autopar.ir.scan import ScanCall
+from autopar.models.layer_work import layer_work
 from autopar.own_scans import SCAN, _PicksOnce
 from tests.capture.program import run
 from tests.support import scans
@@ -182,11 +185,14 @@ def selective_scan_fn(
     z: Tensor,
     delta_softplus: bool,
     form: str = "",
+    return_last_state: bool = False,
 ) -> Any:
     """Return a scan of another form than those of the libraries."""
     made = (u * functional.softplus(delta)).cumsum(2) * A.sum() + z * D[:, None] * (B * C).sum()
     if form == "kernel" and u.device.type == "meta":
         raise RuntimeError("0 active drivers")
+    if return_last_state:
+        return made, made[..., -1]
     return {"transposed": (made.transpose(1, 2).contiguous(), made.new_zeros(()))}.get(form, made)
 
 
@@ -199,6 +205,31 @@ def test_a_kernel_that_runs_on_its_device_alone_gives_the_type_it_is_given() -> 
     scan = next(op for op in graph.ops if op.target == "autopar_ops.scan.default")
     assert scan.outputs[0] is not None
     assert scan.outputs[0].dtype == "float64"
+
+
+def test_such_a_kernel_is_not_taken_for_one_that_gives_no_state() -> None:
+    model = Selective(selective_scan_fn, form="kernel", return_last_state=True)
+    assert scanned(agree(model, torch.randn(2, 3, 8))) == []
+
+
+def test_layers_are_compared_by_the_operator_alone() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Selective(scans.selective_scan_fn) for _ in range(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum((layer(x) for layer in self.layers), x.new_zeros(()))
+
+    with torch.device("meta"):
+        model, x = Deep(), torch.empty(2, 5, 8)
+    _dtype.cache_clear()
+    with scans_as_operators(model):
+        work = layer_work(model, (x,), {"layers": Repetition(9)})
+    assert work is not None
+    found = [[name for name, *_ in work.operators["layers", number]] for number in range(9)]
+    assert found[0].count("autopar_ops.scan.default") == 1
+    assert all(each == found[0] for each in found)
 
 
 def test_the_type_of_the_output_is_that_of_the_function() -> None:
