@@ -201,7 +201,11 @@ def main() -> int:
         renew({"folklore": _table(args.output)})
         return 0
     slower = False
-    for name in (each for start in args.points for each in POINTS if each.startswith(start)):
+    # A whole name is that point alone: what a process of its own is asked for must not be another, longer name.
+    wanted = (
+        [start] if start in POINTS else [each for each in POINTS if each.startswith(start)] for start in args.points
+    )
+    for name in (each for names in wanted for each in names):
         if args.here:
             known = _last(args.output).get(name) if args.free else None
             sys.stdout.write(json.dumps(compare(name, known, args.recipes)) + "\n")
