@@ -64,6 +64,9 @@ class _Work:
     """How many times as long these passes take as those over tensors in one order: measured (`benchmarks/scans.py`)."""
 
     exponentials: float
+    """That transformers' function computes."""
+
+    in_kernels_exponentials: float
 
     kernels: int
     """That transformers' function starts, each of which pays for that."""
@@ -101,6 +104,7 @@ def _gated_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
         elements=elements,
         slower=3.7,
         exponentials=float(pairs),
+        in_kernels_exponentials=float(pairs),
         kernels=45 + 9 * chunks,
         held=5.0 * tokens * keys + (4.0 + 4.0 / chunks) * tokens * values + 3.0 * pairs,
         held_backward=11.0 * tokens * keys + (8.0 + 3.0 / chunks) * tokens * values + 6.0 * pairs,
@@ -115,15 +119,13 @@ def _kimi_delta_rule(sizes: Mapping[str, int], chunk: int) -> _Work:
     chunks = -(-sizes["s"] // chunk)
     return replace(
         plain,
-        products=plain.products[2:],
-        in_kernels=_at_once(plain.products),
-        operations=4.0 * pairs,  # of keys with keys, queries with keys
+        products=plain.products[2:],  # kernels have the first two, of keys with keys and queries with keys
         elements=plain.elements + 16.0 * pairs,
         exponentials=pairs,
         kernels=plain.kernels + 5 * chunk,
         held=plain.held + 3.0 * pairs,
         held_backward=plain.held_backward + (4.4 + 1.6 / chunks) * pairs + 12.0 * plain.exponentials,
-        inside=plain.inside + sizes["d"] / sizes["e"] * plain.exponentials,
+        inside=plain.inside + plain.exponentials,  # products of queries with keys are kept, too
     )
 
 
@@ -137,6 +139,7 @@ def _selective_scan(sizes: Mapping[str, int], chunk: int) -> _Work:
         elements=13.0 * rows * width + 10.0 * rows,
         slower=6.0,
         exponentials=float(rows * width),
+        in_kernels_exponentials=float(rows * width),
         kernels=20 + 4 * steps,
         held=3.0 * rows * width + 4.0 * rows,
         held_backward=7.0 * rows * width + 4.0 * rows,
@@ -167,6 +170,7 @@ def _chunk_scan(sizes: Mapping[str, int], chunk: int) -> _Work:
         elements=22.0 * tokens * features + 20.0 * tokens * width + 16.0 * pairs + 6.0 * states,
         slower=3.0,
         exponentials=float(pairs),
+        in_kernels_exponentials=float(pairs),
         kernels=60,
         held=5.0 * tokens * features + 3.0 * tokens * width + 3.0 * pairs + 2.0 * states,
         held_backward=7.0 * tokens * features + 6.0 * tokens * width + 4.0 * pairs + 5.0 * states,
@@ -183,6 +187,7 @@ def _causal_convolution(sizes: Mapping[str, int], chunk: int) -> _Work:
         elements=7.0 * rows,
         slower=4.0,
         exponentials=rows,
+        in_kernels_exponentials=rows,
         kernels=6,
         held=rows,
         held_backward=3.0 * rows,
@@ -215,9 +220,12 @@ def scan_seconds(op: Op, ins: Sequence[Sequence[Shape]], dtype: str, device: Dev
 
 
 def scan_flops(op: Op, ins: Sequence[Shape]) -> float:
-    """Return the floating-point operations of a scan, without what backward repeats of forward."""
+    """Return the floating-point operations of a scan in kernels, without what backward repeats of forward.
+
+    Transformers' functions do more; bounds on a program's time need what is done at least.
+    """
     work = _work(op, ins)
-    forward = work.operations + sum(2.0 * count * math.prod(product) for count, product in work.products)
+    forward = work.operations + sum(2.0 * math.prod(product) for product in work.in_kernels)
     return forward * (_TWICE if _is_backward(op) else 1)
 
 
@@ -246,7 +254,7 @@ def _seconds(op: Op, ins: Sequence[Shape], dtype: str, device: DeviceSpec) -> fl
     else:
         total = _TRITON * sum(float(compute.matmul_s(*product, dtype, device)) for product in work.in_kernels)
         moved = sum(math.prod(each) for each in ins) * dtype_bytes(dtype)
-        arithmetic = (work.operations + _EXPONENTIAL * work.exponentials) / device.flops_for("float32")
+        arithmetic = (work.operations + _EXPONENTIAL * work.in_kernels_exponentials) / device.flops_for("float32")
         total += max(float(compute.memory_bound_s(moved, device)), arithmetic)
     return total * (_AGAIN + _TWICE if _is_backward(op) else 1)
 
