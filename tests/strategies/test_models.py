@@ -13,7 +13,7 @@ from tests.strategies.recorded import Signature, calls_of
 COVERING = ("llama", "gpt2", "bert", "t5", "vit", "resnet", "mixtral", "mamba", "whisper")
 """The architectures of the numerical tests; the rest belongs to the full matrix."""
 
-STEPS = {"mamba": 8, "rwkv": 8}
+STEPS = {"rwkv": 8}
 """Sequence of models that compute one position after another: a call of each position is a signature of its own."""
 
 SEEN: set[Signature] = set()
