@@ -11,18 +11,18 @@ import numpy as np
 
 from autopar.api.floors import WAYS, names_again
 from autopar.api.pipelining import Pipelined
-from autopar.api.solving import Solved, Solving
+from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import Wishes
 from autopar.capture.recompute import KEPT, SUFFIX, block_of, blocks_of
 from autopar.costs.again import Again
 from autopar.costs.outcome import Outcome
-from autopar.costs.table import Pricing
+from autopar.costs.table import Builder, Pricing
 from autopar.ir.graph import Graph
 from autopar.ir.stages import stage_of
-from autopar.search.ilp import Solution
+from autopar.search.ilp import Ilp, Solution
 from autopar.search.recomputing import Room, Ways, cheapest, held
 from autopar.search.stages import most_in_flight
-from autopar.search.trials import Recompute
+from autopar.search.trials import Recompute, Trial
 
 _WORTH = 0.01
 """Share of the memory that has to be left for another choice to be tried."""
@@ -121,28 +121,46 @@ def _peak(found: Solved) -> int:
 
 def _as_before(solving: Solving, wishes: Wishes, one: Solved, best: Solved, recompute: Recompute) -> Solved | None:
     """Return the plan that recomputes so in the layouts of a solved one, if it fits and is faster than the best."""
-    priced = solving.unbounded(replace(one.trial, recompute=recompute), wishes)
-    options = _same_options(priced.pricing, one.outcome) if priced is not None and one.outcome is not None else None
-    if priced is None or options is None:
+    if one.outcome is None:
+        return None
+    trial = replace(one.trial, recompute=recompute)
+    priced = _priced_as(solving, wishes, trial, one.outcome)
+    options = _same_options(priced.pricing, one.outcome)
+    if options is None:
         return None
     solution = Solution("gap", options, inf, 0.0)
     if one.pipeline is not None:
-        found = solving.cut(priced.trial, priced, wishes, solution, [one.pipeline.wanted], best.pipeline)
+        found = solving.cut(trial, priced, wishes, solution, [one.pipeline.wanted], best.pipeline)
     else:
         outcome = solving.outcome(priced, wishes, solution)
         if outcome.memory().total > solving.budget:
             return None
-        found = Solved(priced.trial, replace(solution, objective_s=outcome.step_s), outcome, outcome.step_s)
+        found = Solved(trial, replace(solution, objective_s=outcome.step_s), outcome, outcome.step_s)
     return found if found.outcome is not None and found.step_s < best.step_s else None
+
+
+def _priced_as(solving: Solving, wishes: Wishes, trial: Trial, known: Outcome) -> Waiting:
+    """Return a trial priced in the layouts of a solved one alone: those of all others take several times as long."""
+    graph = solving.graph(trial.recompute, wishes)
+    reps = {graph.representative(op.name) for op in graph.ops}
+    choices = {rep: (known.strategy(_rep_in(known, rep)),) for rep in reps}
+    in_float32 = solving.options.reduce_dtype == "fp32"
+    pricing = Builder(
+        graph, choices, known.links, solving.optimizer, wishes.gathers, wishes.reductions, in_float32
+    ).build()
+    return Waiting(trial, known.links, pricing, Ilp(pricing.table), 0.0, 0.0)
+
+
+def _rep_in(known: Outcome, name: str) -> str:
+    """Return what stands for an operator in a solved program; one that runs again there only is as that it repeats."""
+    return known.graph.representative(name if name in known.graph.by_name else name.removesuffix(SUFFIX))
 
 
 def _same_options(pricing: Pricing, known: Outcome) -> tuple[int, ...] | None:
     """Return the options of a priced program that do as a solved one does; `None` if some operator cannot."""
     found = []
     for cluster in pricing.clusters:
-        # What is recomputed here and not there does as the operator that it repeats.
-        names = [each if each in known.graph.by_name else each.removesuffix(SUFFIX) for each in cluster.members]
-        reps = [known.graph.representative(name) for name in names]
+        reps = [_rep_in(known, each) for each in cluster.members]
         wanted = tuple(known.strategy(rep) for rep in reps)
         way = (known.keeps_gather(reps[0]), known.reduces_early(reps[0]))
         same = (

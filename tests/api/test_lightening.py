@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from types import SimpleNamespace
@@ -17,18 +17,20 @@ from torch import nn
 import autopar
 from autopar.api import lightening
 from autopar.api.floors import names_again
+from autopar.api.pipelining import Wanted
 from autopar.api.planning import Planner, Program
-from autopar.api.solving import Solved, Solving
+from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
 from autopar.capture import Captured
 from autopar.capture.recompute import SUFFIX, blocks_of, recomputed, recomputed_graph
 from autopar.costs.again import kept_values
+from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError, StalePlanError
 from autopar.ir.plan import Plan
 from autopar.models.zoo.gpt import GptSettings
 from autopar.options import PlanOptions
 from autopar.search.ilp import Solution
-from autopar.search.meshes import MeshAxis
+from autopar.search.meshes import MeshAxis, Role
 from autopar.search.recomputing import Room, Ways
 from autopar.search.trials import Recompute, Trial
 from tests.support.ranks import RankPool
@@ -141,6 +143,39 @@ def test_the_ways_found_are_the_best_of_all_combinations(share: float):
     best = min(_solved(solving, each).step_s for each in every)
 
     assert planned(program, memory).estimates.step_time_s <= best * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("role", ["dp_shard", "tp"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_recomputed_costs_in_known_layouts_what_it_costs_among_all_others(role: Role, depth: int):
+    program = captured(48, 96, 32)
+    options = PlanOptions.parse(fix={"pp": depth, "microbatch": 32}, memory_margin=0, gap=0.0)
+    solving, wishes = Solving(program.graph, cluster(1 << 30, 2 * depth), options), read_wishes(options)
+    trial = Trial((MeshAxis("microbatch", 4), MeshAxis(role, 2)), depth, "full")
+    waiting = solving.bound(trial, wishes, 60.0)
+    assert isinstance(waiting, Waiting)
+    known = solving.solve(waiting, wishes, (Wanted(depth),), inf, 60.0).outcome
+    assert known is not None
+    first, second, _ = blocks_of(program.graph)
+    lighter = replace(trial, recompute=((first, "full"), (second, "cheap")))
+
+    alone, among = lightening._priced_as(solving, wishes, lighter, known), solving.unbounded(lighter, wishes)
+
+    assert among is not None
+    ways = 4  # a parameter is gathered once a step or in each phase, its gradient reduced once or in each micro-batch
+    assert max(len(each.options) for each in alone.pricing.clusters) <= ways
+    assert sum(len(each.options) for each in alone.pricing.clusters) < sum(
+        len(each.options) for each in among.pricing.clusters
+    )
+    told = [_as_known(solving, each, known) for each in (alone, among)]
+    assert told[0].step_s == told[1].step_s != known.step_s
+    assert told[0].memory() == told[1].memory()
+
+
+def _as_known(solving: Solving, priced: Waiting, known: Outcome) -> Outcome:
+    options = lightening._same_options(priced.pricing, known)
+    assert options is not None
+    return solving.outcome(priced, read_wishes(solving.options), Solution("gap", options, inf, 0.0))
 
 
 def _solved(solving: Solving, recompute: Recompute) -> Solved:
