@@ -1,4 +1,4 @@
-"""Every name of torch that is private or moves between versions, in one place (tested on 2.13; parts on 2.11, 2.14)."""
+"""Every name of torch that is private or moves between versions, in one place (tested on 2.13, 2.15; parts on 2.11)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._dynamo import symbolic_convert
-from torch._dynamo.variables import ConstantVariable, TensorVariable, UserDefinedObjectVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, UserDefinedObjectVariable, misc
 from torch._dynamo.variables import torch as torch_variables
 from torch._dynamo.variables.base import VariableTracker
 from torch.utils._python_dispatch import _disable_current_modes
@@ -87,10 +87,12 @@ def _asked_about(node: fx.Node) -> list[fx.Node]:
 def context_variables() -> Iterator[None]:
     """Let Dynamo read context variables: as they are now, and as the traced function sets them until it resets them."""
     held: dict[int, list[Any]] = {}
-    own = UserDefinedObjectVariable.call_method
+    # Those of torch 2.14 read them themselves, and refuse to set them.
+    kind = getattr(misc, "ContextVarVariable", UserDefinedObjectVariable)
+    own = kind.call_method
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        variable = getattr(self, "value", None)
+        variable = getattr(self, "cv_obj", getattr(self, "value", None))
         if type(variable) is not ContextVar or kwargs or name not in {"get", "set", "reset"}:
             return own(self, tx, name, args, kwargs)
         values = held.setdefault(id(variable), [])
@@ -110,7 +112,7 @@ def context_variables() -> Iterator[None]:
             return own(self, tx, name, args, kwargs)
         return ConstantVariable.create(None)
 
-    with patch.object(UserDefinedObjectVariable, "call_method", call_method):
+    with patch.object(kind, "call_method", call_method):
         yield
 
 

@@ -29,6 +29,7 @@ import highspy
 import numpy as np
 
 from autopar.ir.table import CostTable, Floats, Group, MemoryRow
+from autopar.search.highs import QuietHighs
 
 _MEMORY_ROUNDS = 4
 """Relaxations solved at most to find the peaks that matter."""
@@ -379,11 +380,8 @@ class Ilp:
 
     def _solver(self, limits: Limits) -> Any:
         model = self._model
-        solver = highspy.Highs()
-        solver.silent()
-        for option, value in (
-            ("threads", 1), ("random_seed", limits.seed), ("mip_rel_gap", limits.gap), ("mip_abs_gap", 0.0),
-        ):  # fmt: skip
+        solver = QuietHighs()
+        for option, value in (("random_seed", limits.seed), ("mip_rel_gap", limits.gap), ("mip_abs_gap", 0.0)):
             solver.setOptionValue(option, value)
         if np.isfinite(limits.cutoff_s):
             solver.setOptionValue("objective_bound", limits.cutoff_s)

@@ -6,6 +6,8 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.search.highs import QuietHighs
+
 
 def minimised(
     rows: NDArray[np.float64], lower: NDArray[np.float64], upper: NDArray[np.float64], most: NDArray[np.float64]
@@ -23,9 +25,7 @@ def minimised(
     at, place = rows.nonzero()
     lp.a_matrix_.start_ = np.searchsorted(at, np.arange(len(rows) + 1)).astype(np.int32)
     lp.a_matrix_.index_, lp.a_matrix_.value_ = place.astype(np.int32), rows[at, place]
-    solver = highspy.Highs()
-    solver.silent()
-    solver.setOptionValue("threads", 1)
+    solver = QuietHighs()
     solver.passModel(lp)
     solver.run()
     status = solver.getModelStatus()

@@ -9,6 +9,8 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
+from autopar.search.highs import QuietHighs
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -43,9 +45,8 @@ def cheapest(ways: Ways, rooms: Sequence[Room], budget_bytes: float, *, time_lim
     tight = [room for room in rooms if _most(ways, room) > budget_bytes]
     if not tight:
         return [int(each) for each in np.argmin(ways.seconds, axis=1)]
-    solver = highspy.Highs()
-    solver.silent()
-    for option, value in (("threads", 1), ("random_seed", 0), ("time_limit", time_limit_s), ("mip_rel_gap", 1e-3)):
+    solver = QuietHighs()
+    for option, value in (("random_seed", 0), ("time_limit", time_limit_s), ("mip_rel_gap", 1e-3)):
         solver.setOptionValue(option, value)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = blocks * count, blocks + len(tight)

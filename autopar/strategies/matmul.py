@@ -54,20 +54,21 @@ def _distances(call: Call) -> Iterator[Strategy]:
 
 
 def _distances_backward(call: Call) -> Iterator[Strategy]:
-    return call.by(_between_rows(call, ("grad", "x1", "x2", "cdist"), "pm"))
+    gradient = "grad" if call.index("grad") is not None else "grad_output"  # its name from torch 2.14 on
+    return call.by(_between_rows(call, (gradient, "x1", "x2", "cdist"), "pm"))
 
 
 def _between_rows(call: Call, operands: tuple[str, ...], result: str) -> Rule:
-    ends = {"x1": "pm", "x2": "rm", "grad": "pr", "cdist": "pr"}
+    ends = {"x1": "pm", "x2": "rm"}
     batch = letters(len(call.result()) - 2)
     return Rule(
         inputs=tuple(
-            (*aligned(call.shape(name)[:-2], plain(batch)), *plain(f"{each}'" for each in ends[name]))
+            (*aligned(call.shape(name)[:-2], plain(batch)), *plain(f"{each}'" for each in ends.get(name, "pr")))
             for name in operands
         ),
         outputs=((*plain(batch), *plain(f"{each}'" for each in result)),),
         whole=frozenset({"m'"}),
-        linear=(frozenset({0}),) if operands[0] == "grad" else (),
+        linear=(frozenset({0}),) if result == "pm" else (),
     )
 
 

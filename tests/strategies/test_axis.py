@@ -160,17 +160,17 @@ def test_fused_projection_splits_by_heads() -> None:
 
 
 def test_literals_of_all_kinds_reach_the_registry() -> None:
-    meta = TensorMeta((4, 6), "float32")
+    meta, summed = TensorMeta((4, 6), "float32"), TensorMeta((6,), "float32")
     made = Op(
         name="op",
         kind="call",
         target="aten.sum.IntList_out",
         args=(Ref("a"), (0,)),
         kwargs=(("dtype", Const("dtype", "float32")), ("out", Ref("b"))),
-        outputs=(meta,),
+        outputs=(summed,),
     )
 
-    assert axis_strategies(made, (meta, meta), 2, ()).strategies[0].outputs[0] is not None
+    assert axis_strategies(made, (meta, summed), 2, ()).strategies[0].outputs[0] is not None
 
 
 def test_vocabulary_parallel_loss_never_gathers_scores() -> None:
