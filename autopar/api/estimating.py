@@ -111,7 +111,7 @@ class Estimates:
         """Return seconds that no plan of a trial beats, 0 if nothing is known; less may be recomputed: not if mixed."""
         ways: tuple[Recompute, ...] = (trial.recompute, "none")
         issued_s = self.solving.issued_s(trial)
-        if self._is_unknown(trial):
+        if self.is_unknown(trial):
             return issued_s
         sample_s = max(self._sample_s(trial, self._least_s, way) for way in ways)
         samples = self.solving.program.batch_size / trial.replicas
@@ -119,7 +119,7 @@ class Estimates:
 
     def microbatch_s(self, trial: Trial) -> float:
         """Return seconds that a micro-batch takes at least through all stages, nothing recomputed, 0 if unknown."""
-        return 0.0 if self._is_unknown(trial) else self._sample_s(trial, self._least_s) * self._size(trial)
+        return 0.0 if self.is_unknown(trial) else self._sample_s(trial, self._least_s) * self._size(trial)
 
     def relaxed_s(self, trial: Trial, left_s: float | None = None) -> float:
         """Return the bound of a trial's relaxation if memory were no limit, all its stages one after another.
@@ -159,7 +159,7 @@ class Estimates:
         known_s = {key: sum(taken) for key, taken in self._taken.items()}
         return self._sample_s(trial, known_s) * (self.solving.program.batch_size / trial.replicas)
 
-    def _is_unknown(self, trial: Trial) -> bool:
+    def is_unknown(self, trial: Trial) -> bool:
         """Return whether what was looked at bounds nothing of a trial: its samples may cost less than those did.
 
         In a micro-batch that is larger, or where experts are split: a rank reads fewer for the tokens of more samples.

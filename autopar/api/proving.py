@@ -79,10 +79,13 @@ def prove(standing: Standing) -> None:
                 # are not much more here: they move as many bytes, whatever share of the work is left to a rank.
                 plain, kind = replace(least.trial, recompute="none"), _like(standing, whole)
                 more_s = _MORE * added.get(kind, inf) / standing.solving.at_once(plain)
-                if standing.estimates.bound_s(plain) + more_s >= bound_s:
+                # What experts on ranks of their own take is estimated, and bounded by nothing but a relaxation.
+                apart = standing.estimates.is_unknown(plain)
+                if apart or standing.estimates.bound_s(plain) + more_s >= bound_s:
                     _relax_plain(standing, whole)
                     relaxed += 1
-                    added[kind] = max(added.get(kind, 0.0), _collectives_s(standing, whole))
+                    if not apart:
+                        added[kind] = max(added.get(kind, 0.0), _collectives_s(standing, whole))
         looked[least.trial] += 1
         bound_s = max(bound_s, _known_s(standing, least))
         if times > 1 and bound_s <= least.solution.bound_s:

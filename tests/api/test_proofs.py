@@ -266,6 +266,22 @@ def test_no_plan_beats_its_bounds_where_ranks_share_experts(axes: dict[Role, int
     assert known[1] <= step_s
 
 
+def test_experts_on_ranks_of_their_own_are_bounded_by_what_they_take_beyond_their_work():
+    """What a sample takes is known of ranks that hold all experts: of others only what hosts take to issue it."""
+    graph, spec = many_experts(16384)
+    options = PlanOptions.parse(memory_margin=0.0, gap=0.0)
+    search = Standing(Solving(graph, spec, options), read_wishes(options), mixes=True)
+    in_time = MeshAxis("microbatch", 2)
+    all_here = Trial((in_time, MeshAxis("dp_shard", 8)))
+    apart = Trial((in_time, MeshAxis("dp_shard", 4), MeshAxis("ep", 2)))
+    search.estimates.of([all_here, apart], fits=True)
+    search.solved = [Solved(each, Solution("cutoff", (), inf, 0.0)) for each in (all_here, apart)]
+
+    prove(search)
+
+    assert search.solved[1].solution.bound_s > 1.1 * search.fluid_of(apart).step_s > 0.0
+
+
 def test_free_axes_are_bounded_by_the_best_they_may_be():
     free, data, tensor = (
         proofs(cluster(), MANY).best(Trial((MeshAxis(role, 4),)), [], 0.0).step_s for role in ("free", "dp_shard", "tp")
