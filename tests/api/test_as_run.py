@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -46,25 +45,18 @@ WAYS["encoder and decoder"] = {
     "family": "t5", "attention": "unfused", "framework": "nemo", "dp": "4", "tp": "2", "pp": "1", "zero": "1",
     "layers": "4", "decoder_layers": "5", "decoder_seq_len": "64", "head_dim": "64", "ffn_hidden": "512",
 }  # fmt: skip
+FAST = ("tensor", "stages", "llama", "latent attention and experts")
 SLOW = {"intra_node_GB_per_s_per_gpu": "1"}
 """Links on which communication takes longer than computation."""
-
-
-_graph = validating._graph.__wrapped__
-_captured = cache(lambda _shallow, key: _graph(*key))
-"""Programs by how many layers are captured at most, for all tests: capturing takes longer than pricing."""
-
-
-@pytest.fixture(autouse=True)
-def _captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validating, "_graph", lambda *key: _captured(validating.FEW, key))
 
 
 def _priced(**change: str) -> Estimates:
     return estimates_of(read_training_row({**SMALL, **change}))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [*FAST, *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way not in FAST)]
+)
 def test_a_few_layers_repeated_cost_what_all_of_them_captured_cost(way: str, monkeypatch: pytest.MonkeyPatch):
     repeated = _priced(**WAYS[way])
     validating._recomputed.cache_clear()

@@ -103,7 +103,7 @@ BUSY = World(tflops=0.2)
         pytest.param({"adapter_gbits": 40.0}, id="adapter", marks=pytest.mark.slow),
         pytest.param({"links_gbytes": 80.0}, id="links", marks=pytest.mark.slow),
         pytest.param({"latency_us": 5.0}, id="latency", marks=pytest.mark.slow),
-        pytest.param({"memory_mib": 8192}, id="memory"),
+        pytest.param({"memory_mib": 8192}, id="memory", marks=pytest.mark.slow),
         pytest.param({"tflops": 18.0}, id="compute"),
     ],
 )
