@@ -51,10 +51,10 @@ def require_splittable(
         for slot, ref in enumerate(op.refs):
             source = along[graph.representative(ref.op)]
             if _crosses(graph, op, slot, mine, source, counted):
-                buffer = _buffer_alone(graph, op)
+                state = _state_alone(graph, op)
                 if op.target in ruleless:
                     raise _has_no_rule(op)
-                raise _updated_by_all(buffer, op) if buffer else _needs_all(op)
+                raise _updated_by_all(state, op) if state else _needs_all(op)
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -63,7 +63,7 @@ def require_splittable(
         summed = made == Partial() and graph.meta(output.ref).is_floating
         summed |= isinstance(made, Partial) and made.reduce in {"max", "min"}
         if changed is not None and output.kind == "mutation" and not isinstance(made, Replicate) and not summed:
-            raise _updated_by_all(changed.target, maker)
+            raise _updated_by_all(changed, maker)
         if changed is not None and changed.kind == "parameter" and isinstance(made, Shard):
             raise _row_a_sample(changed.target, maker)
 
@@ -93,21 +93,21 @@ def _crosses(graph: Graph, op: Op, slot: int, mine: Strategy, source: Strategy, 
     return not (isinstance(have, Partial) and isinstance(need, Replicate) and ref.op in counted)
 
 
-def _buffer_alone(graph: Graph, op: Op) -> str | None:
-    """Return the buffer whose new value is all that comes of an operator; `None` if anything else does."""
+def _state_alone(graph: Graph, op: Op) -> Op | None:
+    """Return the buffer or parameter whose new value is all that comes of an operator; `None` if anything else does."""
     reached = {op.name}
     for each in graph.ops:
         if any(ref.op in reached for ref in each.refs):
             reached.add(each.name)
     made = [output for output in graph.outputs if output.ref is not None and output.ref.op in reached]
     changed = graph.by_name.get(made[0].name) if made else None
-    return changed.target if changed is not None and all(each.kind == "mutation" for each in made) else None
+    return changed if all(each.kind == "mutation" for each in made) else None
 
 
-def _updated_by_all(buffer: str, op: Op) -> InfeasibleError:
+def _updated_by_all(state: Op, op: Op) -> InfeasibleError:
     return InfeasibleError(
-        f"the batch cannot be cut into micro-batches: the new value of buffer {buffer} comes of all samples of a step "
-        f"({op.where}); leave microbatch and pp out, or update it outside forward"
+        f"the batch cannot be cut into micro-batches: the new value of {state.kind} {state.target} comes of all "
+        f"samples of a step ({op.where}); leave microbatch and pp out, or update it outside forward"
     )
 
 

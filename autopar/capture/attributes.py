@@ -7,6 +7,7 @@ itself and finds again (a table for a length, a type) is the same at every call;
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,30 +17,46 @@ from torch import fx, nn
 
 from autopar._torch import FakeTensorMode, pytree
 from autopar.capture.call import CallSpec
-from autopar.capture.errors import attribute_advances, attributes_stay
+from autopar.capture.errors import attribute_advances, attributes_stay, set_by_first_call
 from autopar.capture.fake import FakeModel
 from autopar.capture.flex import flex_attention_in_plain_operators
+from autopar.capture.origin import user_line
 from autopar.capture.trace import quiet, trace_python
+from autopar.errors import CaptureError
 from autopar.warning import warn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def check_attributes(
-    model: nn.Module, call: CallSpec, examples: Sequence[torch.Tensor], *, training: bool, with_backward: bool
+    model: nn.Module,
+    call: CallSpec,
+    examples: Sequence[torch.Tensor],
+    *,
+    training: bool,
+    with_backward: bool,
+    writes: bool,
 ) -> None:
     """Hold a model whose forward changes Python objects against its own second and third call, on fake tensors.
 
-    Warns of attributes that go on changing and are only read elsewhere: the compiled model's do not. What is set by the
-    first call alone is not looked at.
+    Warns of attributes that go on changing and are only read elsewhere: the compiled model's do not. Of what is set by
+    the first call alone only parameters and buffers are looked at, if the program `writes` any: a table that is kept is
+    the same at every call.
 
     Raises:
-        CaptureError: the program depends on an attribute that changes from call to call.
+        CaptureError: the program depends on an attribute that changes from call to call, or gives parameters or buffers
+            values that only its first call gives them.
     """
     forward = _FakeForward(model, call, examples, training=training, with_backward=with_backward)
     name = type(model).__name__
+    fresh = _writes(forward.read()[0]) if writes else Counter()
     try:
-        first, second = forward.run(), forward.run()
+        first = forward.run()
+        if fresh and (lines := fresh - _writes(forward.read()[0])):
+            raise set_by_first_call(name, sorted(lines))
+        second = forward.run()
+    except CaptureError:
+        raise
     except Exception:  # noqa: BLE001 - the model's own Python, anything
         return  # it leaves the fake world where Dynamo does not: nothing can be told
     changed = sorted(path for path, value in second.items() if path not in first or not _same(first[path], value))
@@ -100,6 +117,25 @@ class _FakeForward:
             yield
         finally:
             random.setstate(self._state)
+
+
+def _writes(graph: fx.GraphModule) -> Counter[str]:
+    """Return the lines that write into parameters or buffers, or views of them, each as often as it does."""
+    calls = (each for each in graph.graph.nodes if each.op in {"call_function", "call_method"})
+    into = (each for each in calls if _is_in_place(each) and _root(each).op in {"get_attr", "placeholder"})
+    return Counter(user_line(each.meta.get("stack_trace") or "") for each in into)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return called == "setitem" or (called.endswith("_") and not called.endswith("__"))
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Return what the first argument of a call is a part of, at last."""
+    while node.op in {"call_function", "call_method"} and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:

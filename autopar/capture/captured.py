@@ -15,6 +15,7 @@ from autopar.capture.attributes import check_attributes
 from autopar.capture.blanks import make_by_shape
 from autopar.capture.blocks import find_blocks
 from autopar.capture.call import CallSpec, ResultSpec, read_call
+from autopar.capture.changed import leave_changed_parameters
 from autopar.capture.errors import no_tensor_inputs, not_a_module, not_capturable, raises_while_traced
 from autopar.capture.fake import FakeModel
 from autopar.capture.lazy import write_lazy_tensors
@@ -84,7 +85,8 @@ def capture(model: nn.Module, example_inputs: object, *, training: bool = True, 
         raise _explain(name, error) from error
     if traced.changes_python:
         with as_if_not_compiled([], told):
-            check_attributes(model, call, examples, training=training, with_backward=with_backward)
+            writes = any(each.kind == "mutation" for each in captured.graph.outputs)
+            check_attributes(model, call, examples, training=training, with_backward=with_backward, writes=writes)
     return captured
 
 
@@ -172,6 +174,7 @@ def _assemble(
 
 def _tidy(joint: fx.GraphModule, name: str, modules: Collection[str]) -> None:
     """Write what was traced as the project's rules know it, each value once, and nothing that nobody reads."""
+    leave_changed_parameters(joint)
     simplify_masks(joint)
     write_lazy_tensors(joint)
     drop_idle_strides(joint)

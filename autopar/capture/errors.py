@@ -136,12 +136,12 @@ _PLAIN_FORMS = {
 
 
 def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
-    """Return the error for a trained parameter that forward writes to."""
+    """Return the error for a trained parameter that forward writes to once it has read it."""
     place = f"\n  at {where}" if where else ""
     return CaptureError(
-        f"{model} cannot be captured: its forward changes the trained parameter {parameter}{place}\n"
-        "change it outside of forward (under torch.no_grad(), after optimizer.step(); so for max_norm of "
-        "nn.Embedding), or use a changed copy: weight = self.weight.clamp(...)"
+        f"{model} cannot be captured: its forward changes the trained parameter {parameter}, which it has read before"
+        f"{place}\nchange it before forward reads it, or outside of forward (under torch.no_grad(), after "
+        "optimizer.step()), or use a changed copy: weight = self.weight.clamp(...)"
     )
 
 
@@ -162,6 +162,16 @@ def attribute_advances(model: str, paths: Sequence[str]) -> CaptureError:
         "captured program would keep the value of one call\n"
         "make it a buffer (self.register_buffer) that forward changes in place, or an argument of forward that the "
         "training loop counts up"
+    )
+
+
+def set_by_first_call(model: str, lines: Sequence[str]) -> CaptureError:
+    """Return the error for parameters or buffers that forward gives values at its first call alone."""
+    places = "".join(f"\n  at {each}" for each in lines if each)
+    return CaptureError(
+        f"{model} cannot be captured: its forward sets parameters or buffers at its first call alone; the captured "
+        f"program would do so at every call{places}\n"
+        "call the model once on a batch, the same on all ranks, before it is compiled"
     )
 
 
