@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch import FakeTensorMode, pytree
+from autopar._torch import FakeTensorMode, pytree, storage_key
 from autopar.capture.call import CallSpec
 from autopar.capture.errors import attribute_advances, attributes_stay, set_by_first_call
 from autopar.capture.fake import FakeModel
@@ -122,20 +122,28 @@ class _FakeForward:
 def _writes(graph: fx.GraphModule) -> Counter[str]:
     """Return the lines that write into parameters or buffers, or views of them, each as often as it does."""
     calls = (each for each in graph.graph.nodes if each.op in {"call_function", "call_method"})
-    into = (each for each in calls if _is_in_place(each) and _root(each).op in {"get_attr", "placeholder"})
+    into = (each for each in calls if _is_in_place(each) and _root(each.args[0]).op in {"get_attr", "placeholder"})
     return Counter(user_line(each.meta.get("stack_trace") or "") for each in into)
 
 
 def _is_in_place(node: fx.Node) -> bool:
     called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return called == "setitem" or (called.endswith("_") and not called.endswith("__"))
+    into = bool(node.args) and isinstance(node.args[0], fx.Node)
+    return into and (called == "setitem" or (called.endswith("_") and not called.endswith("__")))
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return what the first argument of a call is a part of, at last."""
+    """Return what the first argument of a call is a part of, at last: the call itself if it makes memory of its own."""
     while node.op in {"call_function", "call_method"} and node.args and isinstance(node.args[0], fx.Node):
+        if _memory(node) != _memory(node.args[0]):
+            return node
         node = node.args[0]
     return node
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:

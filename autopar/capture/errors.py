@@ -139,9 +139,10 @@ def parameter_changed(model: str, parameter: str, where: str) -> CaptureError:
     """Return the error for a trained parameter that forward writes to once it has read it."""
     place = f"\n  at {where}" if where else ""
     return CaptureError(
-        f"{model} cannot be captured: its forward changes the trained parameter {parameter}, which it has read before"
-        f"{place}\nchange it before forward reads it, or outside of forward (under torch.no_grad(), after "
-        "optimizer.step()), or use a changed copy: weight = self.weight.clamp(...)"
+        f"{model} cannot be captured: its forward changes the trained parameter {parameter}, which it has read before, "
+        f"or computes nothing with{place}\n"
+        "change it before forward reads it, or outside of forward (under torch.no_grad(), after optimizer.step()), or "
+        "use a changed copy: weight = self.weight.clamp(...)"
     )
 
 

@@ -204,7 +204,7 @@ class Begins(Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.begun:
-            self.table = torch.ones(4, 4).triu_(1)
+            self.table = self.linear.weight.detach().mul(0.0).add(1.0).triu_(1)
             with torch.no_grad():
                 self.scale.copy_(x.std(0))  # here
             self.begun = True
@@ -217,6 +217,7 @@ def test_what_the_first_call_alone_sets_is_set_before(trained: bool):
     with pytest.raises(CaptureError, match="sets parameters or buffers at its first call alone") as caught:
         capture(model, (X,))
     assert f"at tests/capture/test_errors.py:{_line_of(Begins)}\n" in str(caught.value)
+    assert str(caught.value).count("\n  at ") == 1
 
     model(X)
 
