@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from autopar.api.sequences import split_dims
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Shard
@@ -53,8 +54,8 @@ def _require_experts(graph: Graph, size: int) -> None:
     for name, count in counts.items():
         if count % size:
             raise InfeasibleError(
-                f"--fix ep={size}: {name} holds {count} experts, which do not divide into {size} equal parts; choose "
-                f"ep of {_divisors(count)}"
+                f"--fix ep={size}: {name} holds {count} experts, which do not divide into {size} equal parts; "
+                f"{_instead('ep', count)}"
             )
 
 
@@ -71,8 +72,8 @@ def _require_tokens(graph: Graph, size: int) -> None:
         if count % size:
             raise InfeasibleError(
                 f"--fix cp={size}: input {graph.by_name[name].target} has {count} tokens a sample, which do not divide "
-                f"into {size} equal parts; take a sequence that is a multiple of {size}, or choose cp of "
-                f"{_divisors(count)}"
+                f"into {size} equal parts; take a sequence that is a multiple of {size}, or "
+                f"{_instead('cp', count)}"
             )
 
 
@@ -91,14 +92,24 @@ def require_split_attention(
             if op.target not in ATTENTION or graph.representative(op.name) != op.name:
                 continue
             if not any(isinstance(s.axes[place].inputs[0], Shard) for s in options[op.name]):
-                heads, keys = (graph.meta(ref).shape[1] for ref in op.refs[:2])
-                raise InfeasibleError(
-                    f"--fix cp={axis.size}: {op.where} has {heads} query and {keys} key heads, of which neither those "
-                    f"of keys nor the queries of each divide into {axis.size} equal parts, and causal attention or its "
-                    f"mask keeps query positions together; choose cp of {_divisors(keys, heads // keys)}"
-                )
+                raise InfeasibleError(f"--fix cp={axis.size}: {op.where} {_whole(graph, op, axis.size)}")
 
 
-def _divisors(*counts: int) -> str:
+def _whole(graph: Graph, op: Op, size: int) -> str:
+    """Return why attention is whole on every rank of a `cp` axis, and what to do about it."""
+    if split_dims(graph, op, size):
+        read = [each.target for each in graph.ops if each.kind == "input" and token_count(graph, each.outputs[0])]
+        return f"has no tokens of {', '.join(read)}, which are what cp splits; leave cp out, or use tp"
+    heads, keys = (graph.meta(ref).shape[1] for ref in op.refs[:2])
+    return (
+        f"has {heads} query and {keys} key heads, of which neither those of keys nor the queries of each divide into "
+        f"{size} equal parts, and causal attention or its mask keeps query positions together; "
+        f"{_instead('cp', keys, heads // keys)}"
+    )
+
+
+def _instead(degree: str, *counts: int) -> str:
+    """Return which degrees divide any of some counts."""
     found = [str(size) for size in range(2, max(counts) + 1) if any(count % size == 0 for count in counts)]
-    return " or ".join(found[:1] + found[-1:] if len(found) > 4 else found) if found else "1"
+    told = " or ".join(found[:1] + found[-1:] if len(found) > 4 else found)
+    return f"choose {degree} of {told}" if told else f"leave {degree} out"

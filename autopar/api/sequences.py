@@ -18,7 +18,7 @@ def splits_tokens(graph: Graph, size: int) -> bool:
     counts = [token_count(graph, op.outputs[0]) for op in graph.ops if op.kind == "input" and op.outputs]
     if not any(counts) or any(count % size for count in counts):
         return False
-    return all(_dims(graph, op, size) for op in _attention(graph))
+    return all(split_dims(graph, op, size) for op in _attention(graph))
 
 
 def share_of_tokens(graph: Graph, tokens: int, width: int) -> float:
@@ -32,7 +32,7 @@ def share_of_tokens(graph: Graph, tokens: int, width: int) -> float:
     total, left = _work(graph), 0.0
     for op in _attention(graph):
         heads = graph.meta(op.refs[0]).shape[1]
-        divides = 2 in _dims(graph, op, tokens) or heads // gcd(width, heads) % tokens == 0
+        divides = 2 in split_dims(graph, op, tokens) or heads // gcd(width, heads) % tokens == 0
         repeated = len(graph.instances[op.name])
         left += 0.0 if divides else repeated * weight(graph, op) * (1.0 - 1.0 / tokens)
     return 1.0 / tokens + left / max(total, 1.0)
@@ -43,7 +43,7 @@ def _attention(graph: Graph) -> Iterator[Op]:
     return (op for op in graph.ops if op.target in ATTENTION and graph.representative(op.name) == op.name)
 
 
-def _dims(graph: Graph, op: Op, size: int) -> set[int]:
+def split_dims(graph: Graph, op: Op, size: int) -> set[int]:
     """Return the dims of a kernel's queries that so many ranks may split, but for samples."""
     # The gradient of the result is what backward kernels read first, and has the dims of queries.
     offered = ATTENTION[op.target](Call(op, tuple(graph.meta(ref) for ref in op.refs), size, ()))

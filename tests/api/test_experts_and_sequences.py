@@ -225,6 +225,39 @@ def test_heads_that_do_not_divide_are_counted():
         planned(DENSE, "cpu:8", cp=8)
 
 
+def test_where_one_head_is_all_there_is_no_degree_divides():
+    with pytest.raises(InfeasibleError, match=r"--fix cp=2: .* has 1 query and 1 key heads.*; leave cp out$"):
+        _planned_on_tokens(_Causal(heads=1, patches=False), torch.zeros(4, 8, dtype=torch.int64))
+
+
+def test_attention_to_patches_has_none_of_the_tokens_that_are_split():
+    with pytest.raises(InfeasibleError, match=r"--fix cp=2: \S+flash\S+ \(.*\) has no tokens of targets, which are"):
+        _planned_on_tokens(_Causal(heads=2, patches=True), torch.zeros(4, 3, 2, 16))
+
+
+def _planned_on_tokens(model: nn.Module, x: Tensor) -> None:
+    example = {"x": x, "targets": torch.zeros(len(x), 8, dtype=torch.int64)}
+    autopar.plan(model, "cpu:2", example_inputs=example, fix={"cp": 2})
+
+
+class _Causal(nn.Module):
+    """Causal attention to tokens, or under a mask to the patches of a picture, whose targets are tokens."""
+
+    def __init__(self, heads: int, *, patches: bool) -> None:
+        super().__init__()
+        self.read = nn.Conv2d(3, 16, 2, stride=2) if patches else nn.Embedding(32, 16)
+        self.layer = nn.TransformerEncoderLayer(16, heads, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 32)
+        self.patches = patches
+        self.register_buffer("later", torch.ones(8, 8, dtype=torch.bool).triu(1))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        h = self.read(x)
+        h = h.flatten(2).transpose(1, 2) if self.patches else h
+        logits = self.head(self.layer(h, src_mask=self.later, is_causal=not self.patches))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def test_a_model_without_sequences_has_no_tokens_to_split():
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(8, 8), _Mean()), torch.empty(4, 8)
