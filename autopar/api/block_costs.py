@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from autopar.api.block_memory import BlockMemory
 from autopar.costs.issued import Issued
@@ -18,15 +20,17 @@ from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.stages import Unit
 
+_Seconds = TypeVar("_Seconds")
 
-class Ends(NamedTuple):
-    """Seconds of what each block's rank does once a step, and what could hide of them."""
 
-    reduce_s: list[float]
-    reduce_hidable_s: list[float]
-    gather_s: list[float]
-    gather_hidable_s: list[float]
-    step_s: list[float]
+class Ends(NamedTuple, Generic[_Seconds]):
+    """Seconds of what each block's rank does once a step, and what could hide of them; or of all blocks of a rank."""
+
+    reduce_s: _Seconds
+    reduce_hidable_s: _Seconds
+    gather_s: _Seconds
+    gather_hidable_s: _Seconds
+    step_s: _Seconds
     """The optimizer's."""
 
 
@@ -190,7 +194,7 @@ class BlockCosts:
                 yield user
 
     @cached_property
-    def ends(self) -> Ends:
+    def ends(self) -> Ends[list[float]]:
         """Return, of each block, what its rank does once a step."""
         found = Ends(*([0.0] * len(self.paths) for _ in Ends._fields))
         links = self.outcome.links
@@ -221,10 +225,14 @@ class BlockCosts:
 
     def exposed_s(self, blocks_of_rank: list[int]) -> float:
         """Return what shows of what a rank does once a step: what its first forward or last backward does not hide."""
-        ends, units = self.ends, [self.units[at] for at in blocks_of_rank]
-        reduce_s, reduce_hidable_s, gather_s, gather_hidable_s, _ = (
-            sum(each[at] for at in blocks_of_rank) for each in ends
-        )
+        units = [self.units[at] for at in blocks_of_rank]
+        once = Ends(*(sum(each[at] for at in blocks_of_rank) for each in self.ends))
         forward_s = sum(unit.forward_s for unit in units)
         backward_s = sum(unit.input_gradient_s + unit.weight_gradient_s for unit in units)
-        return reduce_s - min(reduce_hidable_s, backward_s) + gather_s - min(gather_hidable_s, forward_s)
+        return float(exposed_s(once, forward_s, backward_s))
+
+
+def exposed_s(once: Ends[Any], forward_s: Any, backward_s: Any) -> Any:
+    """Return what shows of what ranks do once a step, all of their blocks taken together: a number or an array."""
+    reduces_s = once.reduce_s - np.minimum(once.reduce_hidable_s, backward_s)
+    return reduces_s + once.gather_s - np.minimum(once.gather_hidable_s, forward_s)

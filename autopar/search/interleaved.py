@@ -70,7 +70,7 @@ def least_step_interleaved(stages: Stages, budget_bytes: float) -> Bounded:
 
 def _least_of_all(stages: Stages, budget_bytes: float) -> Bounded:
     """Return the optimal cut, and the best by what else says that a cut is short."""
-    cuts = _all_cuts(stages)
+    cuts = all_cuts(stages)
     scores = stages.score(cuts)
     fits = np.flatnonzero(scores.rank_bytes.max(axis=1) <= budget_bytes)
     if not len(fits):
@@ -80,7 +80,7 @@ def _least_of_all(stages: Stages, budget_bytes: float) -> Bounded:
     return Bounded(tuple(cuts[each] for each in best), float(scores.step_s[best[0]]))
 
 
-def _all_cuts(stages: Stages) -> Ints:
+def all_cuts(stages: Stages) -> Ints:
     """Return every cut, a row each."""
     inner = list(combinations(range(1, stages.units), stages.stages - 1))
     cuts = np.full((len(inner), stages.stages + 1), stages.units, dtype=np.int64)
@@ -99,7 +99,7 @@ _GOALS: tuple[Goal, ...] = (
 def least_bytes_interleaved(stages: Stages) -> tuple[float, Ints]:
     """Return a bound on the bytes of the largest rank, over all cuts, and a cut with few."""
     if comb(stages.units - 1, stages.stages - 1) <= _FEW:
-        cuts = _all_cuts(stages)
+        cuts = all_cuts(stages)
         most = stages.score(cuts).rank_bytes.max(axis=1)
         return float(most.min()), cuts[int(most.argmin())]
     single, cut = least_largest(stages.stage_bytes(stage) for stage in range(stages.stages))

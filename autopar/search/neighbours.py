@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopar.ir.table import Floats, Ints
+from autopar.ir.table import Bools, Floats, Ints
 from autopar.search.stages import Scores, Stages
 
 Goal = Callable[[Scores], Floats]
@@ -27,10 +27,15 @@ def neighbours(stages: Stages, cut: Ints) -> Ints:
     length, kinds = np.diff(cut), stages.kind_of
     key = np.bincount(stages.group_of, stages.key[kinds, length, cut[1:]])
     heavy = stages.score(cut[None]).rank_bytes[0].argmax()
-    gives = (stages.group_of == key.argmax()) | (stages.rank_of == heavy)
-    giver, taker = np.divmod(np.arange(stages.stages**2), stages.stages)
+    return moved(cut, (stages.group_of == key.argmax()) | (stages.rank_of == heavy))
+
+
+def moved(cut: Ints, gives: Bools) -> Ints:
+    """Return the cuts in which one stage gives a unit to another: any to the next, those that `gives` has farther."""
+    length, stages = np.diff(cut), len(cut) - 1
+    giver, taker = np.divmod(np.arange(stages**2), stages)
     moves = (giver != taker) & (gives[giver] | (abs(giver - taker) == 1)) & (length[giver] > 1)
-    giver, taker, at = giver[moves, None], taker[moves, None], np.arange(stages.stages + 1)[None, :]
+    giver, taker, at = giver[moves, None], taker[moves, None], np.arange(stages + 1)[None, :]
     up, down = (taker < at) & (at <= giver), (giver < at) & (at <= taker)
     found: Ints = cut[None, :] + up - down
     return found
