@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf, prod
 
 import numpy as np
@@ -18,13 +18,17 @@ from autopar.api.floors import WAYS
 from autopar.api.kinds import beside_data, shape_of
 from autopar.api.pipelining import Wanted
 from autopar.api.works import Works
-from autopar.search.fluid import Flow, Fluid, Handing, least_step_s
+from autopar.search.fluid import Flow, Fluid, Handing, Tight, least_step_s
 from autopar.search.shared import Ranks, least_shared_s
 from autopar.search.trials import Trial
+from autopar.simulate.paths import Paths
 from cost_models.cluster import ClusterSpec
 
 _STEADY = 2
 """Micro-batches a rank of which a schedule is laid out: with more, no fewer are in flight."""
+
+_ACTIONS = 20_000
+"""Computations of a schedule at most that are gone through, in about 10 ms, for each of some ten chains."""
 
 _BETTER = 0.99
 """How much less a schedule has to take than those before it, which are simpler, to be tried in their place."""
@@ -49,11 +53,12 @@ class Proofs:
     mixes: bool
     """Whether blocks may be recomputed each in its way."""
 
-    def best(self, trial: Trial, ways: Sequence[Wanted], elsewhere_s: float) -> Best:
+    def best(self, trial: Trial, ways: Sequence[Wanted], elsewhere_s: float, enough_s: float | None = None) -> Best:
         """Return the least that a trial can take with any of the schedules.
 
         `elsewhere_s`: what one micro-batch takes through all stages at least, collectives of tensors included.
-        Nothing is known where kernels are fused.
+        Nothing is known where kernels are fused. With `enough_s`, schedules that are not known to take as long are
+        bounded by what waits for what in them, too.
         """
         solving, floors = self.works.solving, self.works.floors
         if solving.equal.device.fusion or not isinstance(trial.recompute, str):
@@ -79,7 +84,10 @@ class Proofs:
             if wanted.depth * wanted.interleave > int(blocks.counts.sum()):
                 continue
             flow, share = _flow(wanted, min(count, _STEADY * wanted.depth)), solving.cluster.share
-            step_s = max(shared_s, least_step_s(blocks, flow, count, budget, share=share, handing=handing))
+            least = partial(least_step_s, blocks, flow, count, budget, share=share, handing=handing)
+            step_s = max(shared_s, least())
+            if enough_s is not None and step_s < enough_s and 3 * wanted.depth * wanted.interleave * count <= _ACTIONS:
+                step_s = max(step_s, least(tight=Tight(_paths(wanted, count), enough_s)))
             best = Best(min(step_s, best.step_s), wanted if step_s < _BETTER * best.step_s else best.wanted)
         return best if proven else Best(best.step_s, None)
 
@@ -142,6 +150,12 @@ def least_of(found: Iterable[Handing]) -> Handing:
     """Return the least of what handing takes over each of some links."""
     least, most, path, host = zip(*((h.least_s, h.most_s, h.path_s, h.host_s) for h in found), strict=True)
     return Handing(min(least), min(most), min(path), min(host))
+
+
+@lru_cache(maxsize=64)
+def _paths(wanted: Wanted, microbatches: int) -> Paths:
+    """Return what waits for what in a schedule."""
+    return Paths(wanted.schedule_for(microbatches))
 
 
 @lru_cache(maxsize=1024)

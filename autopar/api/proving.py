@@ -53,9 +53,11 @@ def _relax_plain(standing: Standing, trial: Trial) -> None:
 def prove(standing: Standing) -> None:
     """Bound, as a fluid, the trials that leave the most room below the best plan; relax where that says nothing.
 
-    Fluids take hundredths of a second and relaxations seconds: nothing is relaxed until the weakest bound is a fluid's.
+    Fluids take hundredths of a second, tight ones tenths and relaxations seconds: nothing is tightened or relaxed until
+    the weakest bound is a fluid's.
     """
     looked: Counter[Trial] = Counter()
+    tightened: set[Trial] = set()
     relaxed = 0
     added: dict[_Like, float] = {}
     for _ in range(_BOUNDED):
@@ -66,10 +68,14 @@ def prove(standing: Standing) -> None:
         if least is None or standing.left_to_prove_s <= 0 or standing.is_good(least.solution.bound_s):
             return
         times = looked[least.trial]
+        if times and least.trial.depth > 1 and least.trial not in tightened:
+            standing.tighten(least.trial)
+            tightened.add(least.trial)
         fluid_s = _fluid_s(standing, least)
         unknown = fluid_s == 0.0 and standing.is_open(least)
         bound_s = max(fluid_s, _known_s(standing, least))
-        if times and not standing.is_good(bound_s) and relaxed < _MESHES:
+        tighter = times > 0 and bound_s > least.solution.bound_s
+        if times and not tighter and not standing.is_good(bound_s) and relaxed < _MESHES:
             whole = _whole(standing, least.trial, left if times == 1 else ())
             if unknown and without(least.trial) not in standing.free_s:
                 _relax_plain(standing, least.trial)
@@ -86,7 +92,7 @@ def prove(standing: Standing) -> None:
                     relaxed += 1
                     if not apart:
                         added[kind] = max(added.get(kind, 0.0), _collectives_s(standing, whole))
-        looked[least.trial] += 1
+        looked[least.trial] += not tighter
         bound_s = max(bound_s, _known_s(standing, least))
         if times > 1 and bound_s <= least.solution.bound_s:
             return

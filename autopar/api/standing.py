@@ -194,10 +194,19 @@ class Standing:
         """Return what a trial's blocks can be at best, as a fluid; blocks recomputed each in its way as any may be."""
         trial = self._all_ways(trial)
         if trial not in self._fluid:
-            blocks = self.solving.rough(trial.recompute, self.wishes).blocks
-            ways = ways_to_run(trial, self.wishes, blocks)
-            self._fluid[trial] = self._proofs.best(trial, ways, self.estimates.microbatch_s(trial))
+            self._fluid[trial] = self._best_fluid(trial, None)
         return self._fluid[trial]
+
+    def tighten(self, trial: Trial) -> None:
+        """Bound a trial's fluid by what waits for what in its schedules, too, as far as it takes to be good."""
+        trial = self._all_ways(trial)
+        enough_s = self.best_s * (1.0 - self.solving.options.gap)
+        self._fluid[trial] = self._best_fluid(trial, enough_s)
+
+    def _best_fluid(self, trial: Trial, enough_s: float | None) -> Best:
+        blocks = self.solving.rough(trial.recompute, self.wishes).blocks
+        ways = ways_to_run(trial, self.wishes, blocks)
+        return self._proofs.best(trial, ways, self.estimates.microbatch_s(trial), enough_s)
 
     def knows_fluid_of(self, trial: Trial) -> bool:
         """Return whether that is known by now."""

@@ -21,6 +21,10 @@ in I:
     and of any boundary between ranks that m values cross one after another, the last of them down and back after that
         T >= sum over all stages (F + I) + (m - 1) * one transfer
 
+    any chain of computations that wait for one another, which passes stage s so many times: those that are longest for
+    what the program finds, until none is longer than T
+        T >= sum over all stages of (passes of F) F + (passes of I) I + (passes of W) W
+
     blocks stay whole: of the R (j - 1) + 1 that take longest, R ranks, one has j
         T >= m * sum over the j of these that take least (F + I + W)     for every j
 
@@ -36,17 +40,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import highspy
 import numpy as np
 
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.table import Floats, Ints
-from autopar.search.minimised import minimised
+from autopar.search.minimised import solved
 from autopar.search.stages import in_flight
 
 _MOST = 6000
 """Variables at most: larger programs bound nothing here, in place of taking seconds each."""
+
+_CHAINS = 40
+"""Chains of computations that a program is told of at most."""
+
+_SHORTER = 1.001
+"""Times as long as T that a chain has to be to be told of."""
 
 ROUNDING = 1e-6
 """Share that the solver's tolerance may take of a bound."""
@@ -103,6 +114,36 @@ class Handing:
 _NOTHING = Handing()
 
 
+class Chain(Protocol):
+    """Computations that wait for one another."""
+
+    @property
+    def passes(self) -> Ints:
+        """Return [3, stage]: how often it passes a stage's forward, input gradient, weight gradient."""
+
+    @property
+    def handed(self) -> int:
+        """Return how often it goes from rank to rank."""
+
+
+class Chains(Protocol):
+    """Those of a schedule."""
+
+    def longest(self, seconds: Floats, handed_s: float = 0.0) -> Chain:
+        """Return the one that takes longest; `seconds` are [3, stage]."""
+
+
+@dataclass(frozen=True)
+class Tight:
+    """What a bound is tightened by."""
+
+    chains: Chains
+    """Of the whole schedule."""
+
+    enough_s: float
+    """No need to bound by more."""
+
+
 @dataclass(frozen=True)
 class Flow:
     """What of a schedule counts here."""
@@ -148,6 +189,7 @@ def least_step_s(
     *,
     share: float = 1.0,
     handing: Handing = _NOTHING,
+    tight: Tight | None = None,
 ) -> float:
     """Return seconds that no cut of the blocks, run by this schedule, beats; infinite if none fits the budget.
 
@@ -193,7 +235,9 @@ def least_step_s(
     # Where cores are shared, others compute while one waits.
     every = (busy, many * blocks.elsewhere_s + beside_all_s if share == 1.0 else 0.0)
     seconds = (share * np.vstack(less), np.concatenate(beside))
-    least_s = _solved(blocks, kind, stage, seconds, every, room / budget_bytes, len(flow.moments))
+    parts = np.stack([forward, inputs, weight])
+    told = None if tight is None else _Told(tight, share * parts, stage, handing.least_s)
+    least_s = _solved(blocks, kind, stage, seconds, every, room / budget_bytes, len(flow.moments), told)
     whole_s = share * many * least_of_one_s(np.repeat(least_of_each_s(blocks), blocks.counts), len(flow.moments))
     return max(least_s, whole_s, many * flow.between_two * handing.least_s) if least_s else 0.0
 
@@ -224,6 +268,28 @@ def _held_bytes(blocks: Fluid, flow: Flow, kind: Ints, way: Ints, stage: Ints) -
     return held
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What says how long the chains of a schedule are."""
+
+    tight: Tight
+    parts: Floats
+    """[3, column]: seconds of all that a column's kind of block has of forward, input gradient, weight gradient."""
+
+    stage: Ints
+    """[column]."""
+
+    handed_s: float
+
+    def longest(self, found: Floats) -> tuple[Floats, float]:
+        """Return [column] what a block adds to the chain that is longest for what was found, and what comes to it."""
+        stages = int(self.stage.max()) + 1
+        seconds: Floats = np.stack([np.bincount(self.stage, part * found, stages) for part in self.parts])
+        chain = self.tight.chains.longest(seconds, self.handed_s)
+        row: Floats = (chain.passes[:, self.stage] * self.parts).sum(axis=0)
+        return row, chain.handed * self.handed_s
+
+
 def _solved(
     blocks: Fluid,
     kind: Ints,
@@ -232,6 +298,7 @@ def _solved(
     busy: tuple[Floats, float],
     room: Floats,
     ranks: int,
+    told: _Told | None,
 ) -> float:
     """Return the least T.
 
@@ -247,9 +314,20 @@ def _solved(
     upper = np.concatenate([blocks.counts, -beside / scale_s, [-busy[1] / scale_s], np.ones(len(room))])
     lower = np.concatenate([blocks.counts, np.full(len(upper) - count, -highspy.kHighsInf)])
     apart = ((kind == 0) & (stage > 0)) | ((kind == count - 1) & (stage < last))
-    most = np.where(apart, 0.0, highspy.kHighsInf)
-    columns = np.append(most, highspy.kHighsInf)
-    return minimised(np.hstack([rows, slower[:, None]]), lower, upper, columns) * scale_s * (1.0 - ROUNDING)
+    columns = np.append(np.where(apart, 0.0, highspy.kHighsInf), highspy.kHighsInf)
+    rows = np.hstack([rows, slower[:, None]])
+    least, found = solved(rows, lower, upper, columns)
+    for _ in range(_CHAINS if told is not None else 0):
+        if not len(found) or told is None or least * scale_s >= told.tight.enough_s:
+            break
+        chain, handed_s = told.longest(found[:-1])
+        if chain @ found[:-1] + handed_s <= _SHORTER * least * scale_s:
+            break
+        rows = np.vstack([rows, np.append(chain / scale_s, -1.0)])
+        lower, upper = np.append(lower, -highspy.kHighsInf), np.append(upper, -handed_s / scale_s)
+        more, found = solved(rows, lower, upper, columns)
+        least = max(least, more)
+    return least * scale_s * (1.0 - ROUNDING)
 
 
 def worth_recomputing(blocks: Fluid) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

@@ -16,6 +16,13 @@ def minimised(
 
     Each row, times the columns, is within `lower` and `upper`, each column within 0 and `most`.
     """
+    return solved(rows, lower, upper, most)[0]
+
+
+def solved(
+    rows: NDArray[np.float64], lower: NDArray[np.float64], upper: NDArray[np.float64], most: NDArray[np.float64]
+) -> tuple[float, NDArray[np.float64]]:
+    """Return the same and all columns, which are empty where none was found."""
     lp = highspy.HighsLp()
     lp.num_row_, lp.num_col_ = rows.shape
     lp.col_cost_ = np.append(np.zeros(rows.shape[1] - 1), 1.0)
@@ -30,7 +37,7 @@ def minimised(
     solver.run()
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return float("inf")
+        return float("inf"), np.empty(0)
     if status != highspy.HighsModelStatus.kOptimal:
-        return 0.0
-    return float(solver.getInfo().objective_function_value)
+        return 0.0, np.empty(0)
+    return float(solver.getInfo().objective_function_value), np.array(solver.getSolution().col_value)

@@ -56,6 +56,28 @@ def test_nothing_is_relaxed_before_all_is_bounded_as_a_fluid():
     assert min(one.solution.bound_s for one in standing.solved) >= 0.99
 
 
+def test_stages_are_bounded_by_what_waits_for_what_before_anything_is_relaxed():
+    done: list[tuple[str, Trial]] = []
+    staged = Trial((MeshAxis("microbatch", 4), MeshAxis("dp_shard", 2)), 2, "none")
+    fluids = {staged: 0.9, _cut(2): 0.95}
+    standing = _standing(fluids, done)
+
+    def tighten(trial: Trial) -> None:
+        done.append(("tightened", trial))
+        fluids[trial] = 0.97
+
+    standing.tighten = tighten  # type: ignore[method-assign]
+
+    prove(standing)
+
+    told = [each for each in done if each[0] != "fluid"]
+    assert told[0] == ("tightened", staged)
+    assert next(trial for kind, trial in told if kind == "relaxed") == _cut(2)
+    assert sum(kind == "tightened" for kind, _ in told) == 1
+    bounds = {one.trial: one.solution.bound_s for one in standing.solved}
+    assert bounds[staged] >= 0.97
+
+
 @pytest.mark.parametrize(("any_way_s", "own"), [(0.995, 0), (0.9, 1)])
 def test_what_any_recomputation_takes_is_enough_for_none_where_it_is_good(any_way_s: float, own: int):
     done: list[tuple[str, Trial]] = []

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from autopar.ir.pipeline import Edge, PipelineCosts, StageCost
 from autopar.ir.schedule import PipelineSchedule
-from autopar.search.fluid import Flow, Fluid, Handing, least_of_one_s, least_step_s
+from autopar.search.fluid import Flow, Fluid, Handing, Tight, least_of_one_s, least_step_s
 from autopar.simulate.engine import simulate
 from autopar.simulate.generators import generate
+from autopar.simulate.paths import Paths
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zbv", 2)]
 
@@ -97,9 +98,11 @@ def test_no_cut_and_recomputation_beats_the_bound(
     assume(max(held for _, held in known) > 0)
     budget = data.draw(st.integers(max(1, min(held for _, held in known)), max(held for _, held in known)))
 
-    bound_s = least_step_s(blocks, Flow.of(schedule), microbatches, budget)
+    flow, tight = Flow.of(schedule), Tight(Paths(schedule), inf)
+    bound_s = least_step_s(blocks, flow, microbatches, budget)
+    tight_s = least_step_s(blocks, flow, microbatches, budget, tight=tight)
 
-    assert bound_s <= min(step_s for step_s, held in known if held <= budget) + 1e-9
+    assert bound_s <= tight_s <= min(step_s for step_s, held in known if held <= budget) + 1e-9
 
 
 @pytest.mark.parametrize(("name", "interleave"), SCHEDULES)
@@ -117,10 +120,35 @@ def test_no_cut_whose_values_are_handed_from_rank_to_rank_beats_the_bound(
     known = all_runs(blocks, schedule, hops_s, handing.host_s)
     assume(max(held for _, held in known) > 0)
 
-    bound_s = least_step_s(blocks, Flow.of(schedule), microbatches, max(held for _, held in known), handing=handing)
+    flow, tight, budget = Flow.of(schedule), Tight(Paths(schedule), inf), max(held for _, held in known)
+    bound_s = least_step_s(blocks, flow, microbatches, budget, handing=handing)
+    tight_s = least_step_s(blocks, flow, microbatches, budget, handing=handing, tight=tight)
 
-    assert bound_s <= min(step_s for step_s, _ in known) + 1e-9
+    assert bound_s <= tight_s <= min(step_s for step_s, _ in known) + 1e-9
     assert bound_s >= 2 * handing.path_s * (1 - 1e-6)
+
+
+def test_a_schedule_whose_computations_wait_for_one_another_is_bounded_by_that():
+    """Of equal blocks, input gradients take three times as long as the others: bubbles that no row of work knows."""
+    ones = np.ones(3)
+    blocks = Fluid(np.array([1, 6, 1]), ones, 3 * ones, ones, np.zeros((3, 1)), np.zeros((3, 1)), ones * 0, ones)
+    schedule = generate("zbv", ranks=2, microbatches=4, interleave=2)
+    apart = replace(blocks, **_each(blocks))
+    best_s = min(run(apart, schedule, (0, *inner), (0,) * 8)[0] for inner in combinations(range(1, 8), 3))
+
+    loose_s = least_step_s(blocks, Flow.of(schedule), 4, 100.0)
+    tight_s = least_step_s(blocks, Flow.of(schedule), 4, 100.0, tight=Tight(Paths(schedule), inf))
+    enough_s = least_step_s(blocks, Flow.of(schedule), 4, 100.0, tight=Tight(Paths(schedule), loose_s))
+
+    assert 1.05 * loose_s < tight_s <= best_s
+    assert enough_s == loose_s
+
+
+def _each(blocks: Fluid) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
+    """Return the parts of blocks that are a kind of their own each."""
+    names = ("forward_s", "input_gradient_s", "weight_gradient_s", "again_s", "saved_bytes", "late_bytes")
+    parts = {name: np.repeat(getattr(blocks, name), blocks.counts, axis=0) for name in (*names, "static_bytes")}
+    return {**parts, "counts": np.ones(blocks.counts.sum(), dtype=np.int64)}
 
 
 def test_what_two_ranks_hand_over_one_after_another_bounds_even_what_nobody_computes():
