@@ -2,12 +2,13 @@
 
     python -m benchmarks.architectures --models llama own:gnn timm:resnet18 --plans tp 1f1b
 
-Models are those of `autopar.models.hf_tiny`, `own:NAME` of `benchmarks.own_models`, and those of other libraries that
-are installed (`benchmarks.other_models`: `timm:NAME`, `hf:TYPE` and others). `NAME@float64` computes in float64, which
-tells rounding from wrong numbers. Compared with eager as `benchmarks.equivalence` does, by its limits, but for the
-output of eval(). A case is `ok`, `wrong` (beyond a limit), `refused` (an error of autopar's own, whose text is kept)
-or `failed`. A model is built and captured once, in a process of its own; ranks are forks of it. One line of JSON a
-case, on stdout and in benchmarks/results/architectures.jsonl; cases that the file has are left out, unless --again.
+Models are those of `autopar.models.hf_tiny`, `own:NAME` of `benchmarks.own_models`, those of other libraries that are
+installed (`benchmarks.other_models`: `timm:NAME`, `hf:TYPE` and others), and `random:SEED`, drawn from what models do
+(`benchmarks.random_models`). `NAME@float64` computes in float64, which tells rounding from wrong numbers. Compared with
+eager as `benchmarks.equivalence` does, by its limits, but for the output of eval(). A case is `ok`, `wrong` (beyond a
+limit), `refused` (an error of autopar's own, whose text is kept) or `failed`. A model is built and captured once, in a
+process of its own; ranks are forks of it. One line of JSON a case, on stdout and in
+benchmarks/results/architectures.jsonl; cases that the file has are left out, unless --again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from benchmarks.cases import Fix, cluster_of
 from benchmarks.equivalence import LIMITS, of_all_stages, results, unequal_replicas, whole
@@ -99,6 +101,10 @@ def _build(name: str) -> tuple[Any, dict[str, Any]]:
         from benchmarks.own_models import example
 
         return example(rest, BATCH)
+    if kind == "random":
+        from benchmarks.random_models import example as drawn
+
+        return drawn(int(rest), BATCH)
     if rest:
         from benchmarks import other_models
 
@@ -273,6 +279,7 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that planning, and running, may take")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no model is begun after as many")
+    parser.add_argument("--sample", type=int, metavar="N", help="of the plans, so many for each model, by its name")
     parser.add_argument("--again", action="store_true", help="run cases that the output has, too")
     parser.add_argument("--output", type=Path, default=RESULTS / "architectures.jsonl")
     parser.add_argument("--table", type=Path, metavar="FILE", help="document that ends with the table of the output")
@@ -288,7 +295,8 @@ def main() -> int:
     import autopar.api.compiling  # noqa: F401  forks find it imported
 
     for name in args.models or names():
-        plans = [plan for plan in args.plans if (name, plan) not in done]
+        drawn = sorted(args.plans, key=lambda plan: crc32(f"{name} {plan}".encode()))[: args.sample]
+        plans = [plan for plan in drawn if (name, plan) not in done]
         if not plans or time.monotonic() - start > args.seconds:
             continue
         error = fork([(_model_main, (name, plans, args.output, args.timeout), {})], args.timeout * 2 * len(plans))
