@@ -272,6 +272,11 @@ def _beyond(row: dict[str, Any]) -> list[str]:
     return [*found, *(["replicas differ"] if row["unequal_replicas"] else [])]
 
 
+def _sampled(name: str, plans: Sequence[str], count: int | None) -> list[str]:
+    """Return so many of the plans as a model's name draws, all of them if nobody says how many."""
+    return sorted(plans, key=lambda plan: crc32(f"{name} {plan}".encode()))[:count] if count else list(plans)
+
+
 def main() -> int:
     """Run every case asked for, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
