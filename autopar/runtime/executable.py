@@ -24,11 +24,33 @@ _GROUPED = {"_c10d_functional": 1, "autopar_direct": 1, "autopar_experts": 1, "a
 """Of the operators whose last arguments name process groups: how many do."""
 
 
-_WHATEVER_STRIDES: dict[Any, Any] = dict.fromkeys(
-    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default
-)
-"""What runs for views: some kernels stride their results in another way than they do on the fake tensors of the capture
-(backward of layer norm and of a mean squared error, of permuted inputs), where a view may be none. It costs no more."""
+def _group_norm(value: torch.Tensor, *others: Any) -> Any:
+    """Return the normalised value, its mean and its deviation, however the value lies in memory."""
+    return torch.ops.aten.native_group_norm.default(value.contiguous(memory_format=_order(value)), *others)
+
+
+def _group_norm_backward(gradient: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
+    """Return the gradients, however the gradient of the result and the value lie in memory."""
+    order = _order(value)
+    gradient, value = gradient.contiguous(memory_format=order), value.contiguous(memory_format=order)
+    return torch.ops.aten.native_group_norm_backward.default(gradient, value, *others)
+
+
+def _order(value: torch.Tensor) -> torch.memory_format:
+    last = value.dim() == 4 and value.device.type == "cpu" and not value.is_contiguous()
+    channels_last = last and value.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+_WHATEVER_STRIDES: dict[Any, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.native_group_norm.default: _group_norm,
+    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward,
+}
+"""What runs for views, and for kernels that read memory as it lies: some kernels stride their results in another way
+than they do on the fake tensors of the capture (backward of layer norm and of a mean squared error, of permuted
+inputs). A view may be none then, and autograd saw no need of the copy that it would have made. It costs no more."""
 
 Compiled = Callable[..., Sequence[Any]]
 """A program as a function."""

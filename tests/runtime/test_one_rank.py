@@ -203,6 +203,30 @@ def test_gradients_are_viewed_whatever_their_kernels_make_of_strides():
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+class Normed(nn.Module):
+    """A layer norm between group norms of transposed tokens: its gradient lies otherwise than fake tensors say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.tokens = nn.GroupNorm(2, 8), nn.GroupNorm(2, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        normed = self.tokens(self.first(x.mT).mT)
+        return self.last(normed.mT).mT.square().mul(torch.arange(8.0)).mean()
+
+
+def test_group_norms_are_handed_memory_in_the_order_that_they_read():
+    model, x = Normed(), torch.randn(4, 6, 8)
+    compiled = compile_with(copy.deepcopy(model), (x,), mesh_of())
+
+    model(x).backward()
+    compiled(x).backward()
+
+    for (name, wanted), found in zip(model.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, msg=name)
+
+
 def test_tied_parameters_stay_tied_and_the_model_itself_is_left_alone():
     model, example = cases()["tied"]
     mine = compile_with(model, example, ALONE)
