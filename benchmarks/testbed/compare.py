@@ -93,11 +93,24 @@ def cluster_of(rate: str, hosts: int, ranks_per_host: int, folder: Path) -> Path
     return made
 
 
+def calibrated_cluster_of(rate: str, hosts: int, ranks_per_host: int) -> Path:
+    """Return the cluster file of a rate that names what `autopar calibrate` measured there.
+
+    Raises:
+        FileNotFoundError: nothing was measured with so many hosts and ranks.
+    """
+    found = HERE / f"cluster_{rate}{'' if hosts == 2 else f'_{hosts}'}_calibrated.yaml"
+    if ranks_per_host > 1 or not found.is_file():
+        raise FileNotFoundError(f"--calibrated: no {found.name} of {hosts} hosts with {ranks_per_host} ranks each")
+    return found
+
+
 def compare(scenario: str, rate: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], float | None]:
     """Return a row for each strategy, and the ratio of the planned program to the best hand-written one."""
     runs = {name: Run(name) for name in args.strategies}
     with tempfile.TemporaryDirectory() as folder:
-        cluster = cluster_of(rate, args.hosts, args.ranks_per_host, Path(folder))
+        shape = args.hosts, args.ranks_per_host
+        cluster = calibrated_cluster_of(rate, *shape) if args.calibrated else cluster_of(rate, *shape, Path(folder))
         if not args.no_predictions:
             for run in runs.values():
                 predict(run, scenario, cluster, args, Path(folder))
@@ -201,6 +214,7 @@ def _row(scenario: str, rate: str, args: argparse.Namespace, run: Run, best: Run
         "ratio_to_best_hand": round(_ratio(run, best), 4) if best else None,
         "best_hand": best.strategy if best else None,
         "predicted_s": run.predicted_s,
+        "calibrated": args.calibrated,
         "degrees": run.degrees,
         "two_level": run.two_level,
         "last_loss": run.losses[-1],
@@ -221,6 +235,7 @@ def main() -> int:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES[:-1]))
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1, help="which talk over its loopback interface")
+    parser.add_argument("--calibrated", action="store_true", help="plan with what `autopar calibrate` measured there")
     parser.add_argument("--fix", type=_degree, nargs="+", default=[], metavar="KEY=N", help="of our own plans")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each strategy")
     parser.add_argument("--steps", type=int, default=5, help="timed steps a run")

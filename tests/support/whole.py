@@ -35,7 +35,7 @@ class Whole:
         tensors = captured.call.flatten(args, kwargs)
         metas = {node.name: node.meta["val"] for node in captured.joint.graph.find_nodes(op="placeholder")}
         generator = torch.Generator().manual_seed(5)
-        values = {}
+        values = dict(captured.constants)
         for each in captured.placeholders:
             if each.kind in {"parameter", "buffer"}:
                 values[each.name] = held[each.target].detach().clone()
@@ -68,12 +68,27 @@ class Ranked:
         """Return what `rank` should hold of a whole result."""
         return part(whole, self.layouts[place], self.mesh, rank)
 
+    def held(self, rank: int, place: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return what `rank` holds of a whole result, without the room beside it where that is padded."""
+        made = self.results[rank][place]
+        if made is None:
+            raise ValueError(f"rank {rank} holds nothing of result {place}")
+        return made[tuple(slice(length) for length in self.expected(rank, place, whole).shape)]
+
 
 def part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     """Return what a rank holds of a value; where terms are held, the first rank of the axis holds all of it."""
     held = own_part(whole, layout, mesh, rank).contiguous()
     away = any(isinstance(p, Partial) and at for p, at in zip(layout, mesh.coordinate(rank), strict=True))
     return torch.zeros_like(held) if away else held
+
+
+def _given(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Return what a rank is given of a value: all of a padded one's room, of which what is beside its part is NaN."""
+    own = part(whole, layout, mesh, rank)
+    room = part(whole, layout, mesh, 0).shape
+    lacking = [each for n, m in zip(reversed(room), reversed(own.shape), strict=True) for each in (0, n - m)]
+    return torch.nn.functional.pad(own, lacking, value=torch.nan) if any(lacking) else own
 
 
 def run_ranks(whole: Whole, decisions: Decisions) -> Ranked:
@@ -83,7 +98,7 @@ def run_ranks(whole: Whole, decisions: Decisions) -> Ranked:
     programs = [rewrite(captured.joint, captured.graph, decisions, rank) for rank in everyone]
     first = programs[0]
     issued: list[list[lockstep.Issued]] = [[] for _ in everyone]
-    given = [[part(whole.values[v.name], v.layout, mesh, rank) for v in first.inputs] for rank in everyone]
+    given = [[_given(whole.values[v.name], v.layout, mesh, rank) for v in first.inputs] for rank in everyone]
     with torch.no_grad():
         axis_of = {f"{axis}:{kind}": axis for axis, kinds in decisions.streams.items() for kind in kinds}
         made = lockstep.run([p.forward for p in programs], given, mesh, issued=issued, axis_of=axis_of)
