@@ -335,19 +335,19 @@ class Solving:
 
         The table gives calls that may travel together one latency, and lets each hide by itself. Together they are
         fewer and hide less, or travel alone after all: how far a plan is from its table tells where that misled it.
-        The bound stays that of the first, so layouts near the other's relaxation will do.
         """
-        as_told = found.step_s * (1.0 - self.options.gap) <= found.solution.objective_s
+        solution = found.solution
+        as_told = found.step_s * (1.0 - self.options.gap) <= solution.objective_s
         if as_told or not one.links.bucket_bytes or left_s <= 0 or one.gap:
             return found
         alone = self._priced(one.trial, wishes, replace(one.links, bucket_bytes=0))  # the same nodes and options
-        other = solve_program(Ilp(alone.table), self._limits(one, self.budget, left_s, inf), whole=False)
+        other = solve_program(Ilp(alone.table), self._limits(one, self.budget, left_s, inf))
         if not other.options:
             return found
         outcome = with_room(self.outcome(one, wishes, other), self.budget)
         if outcome.step_s >= found.step_s:
             return found
-        return Solved(found.trial, replace(other, bound_s=found.solution.bound_s), outcome, outcome.step_s)
+        return Solved(found.trial, replace(other, bound_s=solution.bound_s), outcome, outcome.step_s)
 
     def outcome(self, one: Waiting, wishes: Wishes, solution: Solution) -> Outcome:
         """Return what a solution stands for."""

@@ -39,14 +39,13 @@ def solve(table: CostTable, limits: Limits) -> Solution:
     return solve_program(Ilp(table), limits)
 
 
-def solve_program(program: Ilp, limits: Limits, *, whole: bool = True) -> Solution:
+def solve_program(program: Ilp, limits: Limits) -> Solution:
     """Return what `solve` returns, for a program already built.
 
     Assignments near the relaxation come first: they show at which moments memory matters, and one within the gap of
     the relaxation ends the search. Else the whole program is solved, from the last of them that fits. Where what it
     finds does not fit, assignments near the relaxation come again, and one within the gap of what the whole program
-    proved ends the search. Not `whole`: the first of those near the relaxation that fits is returned, in a fraction of
-    the time, and none where none fits.
+    proved ends the search.
     """
     started = time.process_time()
     table, start = program.table, None
@@ -74,7 +73,7 @@ def solve_program(program: Ilp, limits: Limits, *, whole: bool = True) -> Soluti
             peak, held = peak_of(found)
             if held <= limits.memory_bytes:
                 open_s = found.objective_s - found.bound_s
-                if not whole or found.status != "gap" or open_s <= limits.gap * found.objective_s:
+                if found.status != "gap" or open_s <= limits.gap * found.objective_s:
                     return replace(found, peak_bytes=held)
                 start, fits = values, replace(found, peak_bytes=held)
                 break
@@ -83,8 +82,6 @@ def solve_program(program: Ilp, limits: Limits, *, whole: bool = True) -> Soluti
             if program.has_memory_row(peak):
                 break
             program.bound_memory(relaxation, table.memory_row(peak), limits.memory_bytes)
-        if not whole:
-            return Solution("time_limit", (), np.inf, proven_s)
         if fits is not None and left().seconds <= 0:
             return replace(fits, status="time_limit")
         found, start = program.solve(left(), start), None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.costs.timing import hidden_at_ends_s, pairs, timing
 from autopar.ir.table import CostTable, Demand, Floats, Group, MemoryRow, Node
-from autopar.search.fitting import smallest_peak, solve, solve_program
+from autopar.search.fitting import smallest_peak, solve
 from autopar.search.ilp import Ilp, Limits, Solution, _run, memory_curve
 
 FORWARD, SEGMENTS, POSITIONS = 2, 4, 3
@@ -251,24 +251,6 @@ def test_a_relaxation_that_is_stopped_still_bounds(monkeypatch: pytest.MonkeyPat
 
     assert 0.0 < found.bound_s <= full.bound_s * (1 + 1e-9)
     assert found.free_s == found.bound_s < full.free_s
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(0, 5), st.floats(1.0, 8.0))
-def test_what_is_near_a_relaxation_fits_and_takes_what_it_says(seed: int, nodes: int, groups: int, budget: float):
-    table = make_table(np.random.default_rng(seed), nodes, groups)
-
-    with pytest.MonkeyPatch.context() as patch:
-        solved = counted(patch)
-        found = solve_program(Ilp(table), Limits(memory_bytes=budget), whole=False)
-
-    best = exhaustive(table, budget)
-    assert not solved
-    assert found.bound_s <= best + 1e-9
-    if found.options:
-        assert found.peak_bytes == table.memory_curve(found.options, []).max() <= budget
-        assert found.objective_s == pytest.approx(seconds(table, found.options), rel=1e-6, abs=1e-9)
-        assert found.objective_s >= best - 1e-9
 
 
 @settings(max_examples=40, deadline=None)
