@@ -45,7 +45,7 @@ WAYS["encoder and decoder"] = {
     "family": "t5", "attention": "unfused", "framework": "nemo", "dp": "4", "tp": "2", "pp": "1", "zero": "1",
     "layers": "4", "decoder_layers": "5", "decoder_seq_len": "64", "head_dim": "64", "ffn_hidden": "512",
 }  # fmt: skip
-FAST = ("tensor", "stages", "llama", "latent attention and experts")
+FAST = ("tensor", "stages", "llama")
 SLOW = {"intra_node_GB_per_s_per_gpu": "1"}
 """Links on which communication takes longer than computation."""
 

@@ -56,7 +56,7 @@ def test_experts_on_several_ranks_train_as_on_one(four: RankPool, fix: dict[str,
     [
         {"cp": 4},
         {"cp": 2, "dp_shard": 2, "zero": 3},
-        {"cp": 2, "tp": 2, "microbatch": 8},  # as without, in half of the search
+        pytest.param({"cp": 2, "tp": 2, "microbatch": 8}, marks=pytest.mark.slow),  # as grouped queries do below
         pytest.param({"cp": 4, "microbatch": 4}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -87,7 +87,11 @@ def train_gated(_rank: int, fix: dict[str, Any]) -> Trained:
     return train(Gated(), (torch.randn(8, 4, 16),), "cpu:4", fix)
 
 
-@pytest.mark.parametrize("fix", [{"ep": 4}, {"ep": 2, "dp_shard": 2, "zero": 3}, {"ep": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "fix",
+    [{"ep": 4}, {"ep": 2, "dp_shard": 2, "zero": 3}, pytest.param({"ep": 2, "tp": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_rows_of_experts_between_their_products_train_as_on_one_device(four: RankPool, fix: dict[str, Any]):
     for done in four.values(train_gated, fix):
         assert done.worst_gradient < 1e-4

@@ -88,7 +88,7 @@ def test_a_wide_gpt_with_a_small_batch_gets_megatrons_splits() -> None:
 
     found = resolve("zoo:gpt2", batch=4, seq=512, overrides={"layers": "2", "hidden": "8192", "heads": "64"})
     plan = autopar.plan(
-        found.model, "h100-sxm-80gb:8", example_inputs=found.example_inputs, precision="bf16", optimizer="sgd"
+        found.model, "h100-sxm-80gb:4", example_inputs=found.example_inputs, precision="bf16", optimizer="sgd"
     )
 
     place = {name: decision.placements[-1] for name, decision in plan.decisions.parameters.items()}

@@ -23,7 +23,7 @@ PLANS = [
     ("bert", "cpu:6", {"dp_shard": 3, "tp": 2, "zero": 3}),
     ("gpt2", "cpu:4", {"tp": 4}),
     ("bert", "cpu:2x2", {"dp_shard": 2, "tp": 2, "pp": 1, "microbatch": 4}),
-    ("t5", "cpu:2", {"tp": 2}),
+    pytest.param("t5", "cpu:2", {"tp": 2}, marks=pytest.mark.slow),
     ("vit", "cpu:4", {"dp_replicate": 2, "dp_shard": 2}),
     ("resnet", "cpu:2", {"dp_replicate": 2}),
     ("mixtral", "cpu:2", {"tp": 2}),

@@ -98,17 +98,19 @@ BUSY = World(tflops=0.2)
 
 
 @pytest.mark.parametrize(
-    "better",
+    ("world", "better"),
     [
-        pytest.param({"adapter_gbits": 40.0}, id="adapter", marks=pytest.mark.slow),
-        pytest.param({"links_gbytes": 80.0}, id="links", marks=pytest.mark.slow),
-        pytest.param({"latency_us": 5.0}, id="latency", marks=pytest.mark.slow),
-        pytest.param({"memory_mib": 8192}, id="memory", marks=pytest.mark.slow),
-        pytest.param({"tflops": 18.0}, id="compute"),
+        pytest.param(SMALL, {"adapter_gbits": 40.0}, id="adapter", marks=pytest.mark.slow),
+        pytest.param(SMALL, {"links_gbytes": 80.0}, id="links", marks=pytest.mark.slow),
+        pytest.param(SMALL, {"latency_us": 5.0}, id="latency", marks=pytest.mark.slow),
+        pytest.param(SMALL, {"memory_mib": 8192}, id="memory", marks=pytest.mark.slow),
+        pytest.param(SMALL, {"tflops": 18.0}, id="compute", marks=pytest.mark.slow),
+        pytest.param(BUSY, {"tflops": 0.4}, id="compute with enough memory"),
+        pytest.param(SLOW, {"adapter_gbits": 4.0}, id="adapter with enough memory"),
     ],
 )
-def test_better_hardware_is_never_slower(better: dict[str, float]):
-    assert step_s(replace(SMALL, **better)) <= _TOLERANCE * step_s(SMALL)
+def test_better_hardware_is_never_slower(world: World, better: dict[str, float]):
+    assert step_s(replace(world, **better)) <= _TOLERANCE * step_s(world)
 
 
 def test_more_hosts_are_never_slower_and_larger_batches_never_a_sample():
@@ -124,7 +126,7 @@ FIXED: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize(
-    "fixed", [pytest.param(FIXED[:3], id="some"), pytest.param(FIXED, id="all", marks=pytest.mark.slow)]
+    "fixed", [pytest.param(FIXED[:2], id="some"), pytest.param(FIXED, id="all", marks=pytest.mark.slow)]
 )
 def test_nothing_that_is_fixed_beats_the_free_plan_or_its_bound(fixed: list[dict[str, object]]):
     free = planned(SMALL)

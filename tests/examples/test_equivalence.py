@@ -14,9 +14,9 @@ from benchmarks.cases import MESHES, MODELS, PLANS, cases
 ROOT = Path(__file__).resolve().parents[2]
 SPMD = ("free", "tp", "dp", "sharding")
 IN_TIME = tuple(plan for plan in PLANS if plan not in SPMD)
-QUICK = ("mlp", ("free", "sharding"), ("2x2",))
-"""Two plans on the mesh of two levels, of which one has all that data parallelism has and one splits layers; those
-between are in `tests/runtime/test_four_ranks.py` and `test_two_level.py`, and the rest belongs to the full matrix."""
+QUICK = ("mlp", ("sharding",), ("2x2",))
+"""A plan on the mesh of two levels that has all that data parallelism has; others are in
+`tests/runtime/test_four_ranks.py` and `test_two_level.py`, and the rest belongs to the full matrix."""
 TIMEOUT_S = 1800
 RUNS = [
     QUICK,

@@ -209,7 +209,9 @@ def _collective(meetings: Sequence[_Meeting]) -> list[Any]:
     first = meetings[0]
     plain = [[arg for arg in meeting.args if not _is_data(arg)] for meeting in meetings]
     splits = first.name == "all_to_all_single"
-    if any(m.name != first.name for m in meetings) or (not splits and any(p != plain[0] for p in plain)):
+    # One rank may reduce in place what another, which reads it again, must not.
+    kinds = {meeting.name.removesuffix("_") for meeting in meetings}
+    if len(kinds) > 1 or (not splits and any(p != plain[0] for p in plain)):
         said = "; ".join(f"{m.name}{tuple(p)} ({m.node})" for m, p in zip(meetings, plain, strict=True))
         raise LockstepError(f"ranks of group {first.group} issue different collectives: {said}")
     shapes = [_shapes(meeting.args[0]) for meeting in meetings]
