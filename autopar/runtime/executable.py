@@ -42,7 +42,7 @@ def _order(value: torch.Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
-_WHATEVER_STRIDES: dict[Any, Any] = {
+WHATEVER_STRIDES: dict[Any, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
     torch.ops.aten.native_group_norm.default: _group_norm,
@@ -206,7 +206,7 @@ class _Source:
         args = with_groups(node, self._groups)
         given = [self.text(each) for each in args]
         given += [f"{name}={self.text(value)}" for name, value in node.kwargs.items()]
-        return f"{self.constant(direct_call(_WHATEVER_STRIDES.get(node.target, node.target)))}({', '.join(given)})"
+        return f"{self.constant(direct_call(WHATEVER_STRIDES.get(node.target, node.target)))}({', '.join(given)})"
 
     def text(self, value: Any) -> str:
         if isinstance(value, fx.Node):

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar.ir.mesh import Mesh
+from autopar.runtime.executable import WHATEVER_STRIDES
 
 _FUNCTIONAL = torch.ops._c10d_functional
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
@@ -142,7 +143,7 @@ def _call(node: fx.Node, env: Mapping[Any, Any]) -> Generator[_Meeting, Any, Any
         return (yield _Meeting(name, group, tuple(args), node.name))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return target(*args, **kwargs)
+    return WHATEVER_STRIDES.get(target, target)(*args, **kwargs)
 
 
 def _functional_name(target: Any) -> str:
