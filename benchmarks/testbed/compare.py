@@ -101,7 +101,10 @@ def calibrated_cluster_of(rate: str, hosts: int, ranks_per_host: int) -> Path:
     """
     found = HERE / f"cluster_{rate}{'' if hosts == 2 else f'_{hosts}'}_calibrated.yaml"
     if ranks_per_host > 1 or not found.is_file():
-        raise FileNotFoundError(f"--calibrated: no {found.name} of {hosts} hosts with {ranks_per_host} ranks each")
+        raise FileNotFoundError(
+            f"--calibrated: {hosts} hosts with {ranks_per_host} ranks each have no {found}; write one that names what "
+            "`autopar calibrate` measures under netrun.py there, or leave --calibrated out"
+        )
     return found
 
 

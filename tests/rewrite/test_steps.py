@@ -18,7 +18,7 @@ from autopar.rewrite.marks import Mark
 from autopar.rewrite.steps import Writer
 from tests.support import lockstep
 from tests.support.decide import mesh_of
-from tests.support.whole import part
+from tests.support.whole import filled, part
 
 MESHES = [
     (mesh_of(tp=2), (8,)),
@@ -51,12 +51,6 @@ def moved(whole: torch.Tensor, before: Layout, after: Layout, mesh: Mesh) -> lis
     room = local_shape(shape, before, mesh.sizes)
     given = [[filled(part(whole, before, mesh, rank), room)] for rank in range(mesh.world_size)]
     return [made[0] for made in lockstep.run(programs, given, mesh)]
-
-
-def filled(own: torch.Tensor, room: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of shape `room` that begins with `own`."""
-    lacking = [each for n, m in zip(reversed(room), reversed(own.shape), strict=True) for each in (0, n - m)]
-    return torch.nn.functional.pad(own, lacking, value=torch.nan)
 
 
 def total(made: list[torch.Tensor], layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,7 @@ class Whole:
                 values[each.name] = held[each.target].detach().clone()
             elif each.kind == "input":
                 values[each.name] = tensors[each.index]
-            elif each.kind == "constant":
-                values[each.name] = captured.constants[each.name]
-            else:
+            elif each.kind != "constant":
                 meta = metas[each.name]
                 values[each.name] = torch.randn(meta.shape, generator=generator, dtype=meta.dtype)
         return cls(captured, values)
@@ -93,10 +92,14 @@ def part(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Te
 
 def _given(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     """Return what a rank is given of a value: all of a padded one's room, of which what is beside its part is NaN."""
-    own = part(whole, layout, mesh, rank)
-    room = part(whole, layout, mesh, 0).shape
+    own, room = part(whole, layout, mesh, rank), part(whole, layout, mesh, 0).shape
+    return own if own.shape == room else filled(own, room)
+
+
+def filled(own: torch.Tensor, room: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of shape `room` that begins with `own`, and is NaN beside it."""
     lacking = [each for n, m in zip(reversed(room), reversed(own.shape), strict=True) for each in (0, n - m)]
-    return torch.nn.functional.pad(own, lacking, value=torch.nan) if any(lacking) else own
+    return torch.nn.functional.pad(own, lacking, value=torch.nan)
 
 
 def run_ranks(whole: Whole, decisions: Decisions) -> Ranked:
