@@ -22,7 +22,7 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.roles import base_of, of_parameters, parameter_like
 from autopar.ir.stages import stage_of, units
 from autopar.ir.strategy import MeshStrategy
-from autopar.ir.table import Floats
+from autopar.ir.table import Floats, Ints
 from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.fluid import Fluid
 from autopar.search.trials import Uniform
@@ -51,6 +51,18 @@ class Parts(NamedTuple):
     """[block, way]: recomputation."""
 
 
+class _Cells(NamedTuple):
+    """Operators, and which cell of a table what each takes belongs to."""
+
+    names: list[str]
+    cell: Ints
+
+    def sums(self, spent: Mapping[str, float], cells: int) -> Floats:
+        """Return what each cell's operators take together, in their order."""
+        each = np.array([spent.get(name, 0.0) for name in self.names], dtype=np.float64)
+        return np.asarray(np.bincount(self.cell, each, cells), dtype=np.float64)
+
+
 @dataclass(frozen=True)
 class Work:
     """What of blocks' work each rank has to do for its own samples, and what ranks that split the batch may share."""
@@ -59,9 +71,19 @@ class Work:
     of_parameters: Parts
     """See `ir.roles.of_parameters`."""
 
-    def shared_by(self, ranks: int) -> Parts:
-        """Return the whole where so many ranks split the batch, and parameters with it."""
-        return Parts(*(own + any_s / ranks for own, any_s in zip(self.of_samples, self.of_parameters, strict=True)))
+    @property
+    def least_s(self) -> float:
+        """Return the seconds of all blocks, nothing recomputed."""
+        return sum(float(each.sum()) for parts in (self.of_samples, self.of_parameters) for each in parts[:3])
+
+    def shared_by(self, ranks: int, all_samples: Work) -> Parts:
+        """Return the whole where so many ranks split the batch, and parameters with it.
+
+        A rank does its part of what may be shared for the samples of all of them: no less than an even share of what
+        that takes, whole. What reads parameters takes as long for many samples as for few, what multiplies does not.
+        """
+        any_s = all_samples.of_parameters
+        return Parts(*(own + each / ranks for own, each in zip(self.of_samples, any_s, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -159,16 +181,24 @@ class Floors:
 
     def _summed(self, spent: Mapping[str, float]) -> Parts:
         """Return what operators take, by their blocks."""
-        graph, home, count = self.graph, self._home, len(units(self.graph))
-        forward, inputs, weights = (np.zeros(count) for _ in range(3))
-        for op in graph.ops:
-            into = forward if op.phase == "forward" else weights if op.name in self._late else inputs
-            into[home[op.name]] += spent.get(op.name, 0.0)
-        again = np.zeros((count, len(WAYS)))
-        for way, names in enumerate(self._again):
-            for name in sorted(names):
-                again[home[name], way] += spent.get(name, 0.0)
-        return Parts(forward, inputs, weights, again)
+        count = len(units(self.graph))
+        forward, inputs, weights = self._parts.sums(spent, 3 * count).reshape(count, 3).T
+        again = self._runs_again.sums(spent, count * len(WAYS))
+        return Parts(forward, inputs, weights, again.reshape(count, len(WAYS)))
+
+    @cached_property
+    def _parts(self) -> _Cells:
+        """Return the part of its block that each operator is of: forward, input gradient or weight gradient."""
+        names = [op.name for op in self.graph.ops]
+        part = [0 if op.phase == "forward" else 2 if op.name in self._late else 1 for op in self.graph.ops]
+        return _Cells(names, np.array([3 * self._home[name] + at for name, at in zip(names, part, strict=True)]))
+
+    @cached_property
+    def _runs_again(self) -> _Cells:
+        """Return the blocks and ways in which operators run again."""
+        found = [(name, way) for way, names in enumerate(self._again) for name in sorted(names)]
+        cell = [self._home[name] * len(WAYS) + way for name, way in found]
+        return _Cells([name for name, _ in found], np.array(cell, dtype=np.int64))
 
     def blocks(
         self,

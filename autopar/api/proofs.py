@@ -91,6 +91,17 @@ class Proofs:
             best = Best(min(step_s, best.step_s), wanted if step_s < _BETTER * best.step_s else best.wanted)
         return best if proven else Best(best.step_s, None)
 
+    def work_s(self, trial: Trial) -> float:
+        """Return seconds that a trial's work takes at least, 0 if nothing is known: one pricing for each kind of ranks.
+
+        No sample costs less than its share of the whole batch at once; memory, stages' cuts and bubbles are no matter.
+        """
+        solving, batch = self.works.solving, self.works.solving.program.batch_size
+        if solving.equal.device.fusion or not solving.proves(trial):
+            return 0.0
+        work = self.works.of(batch, beside_data(trial))
+        return 0.0 if work is None else work.least_s / (trial.replicas * solving.at_once(trial))
+
     def _blocks(
         self, trial: Trial, clusters: Sequence[ClusterSpec | None], elsewhere_s: float = 0.0
     ) -> list[Fluid] | None:
@@ -99,9 +110,9 @@ class Proofs:
         ranks = beside_data(trial)
         data = [axis for axis in trial.ranks if axis not in ranks]
         size = max(1, batch // (shape.microbatches * prod(axis.size for axis in data)))
-        found = [work for cluster in clusters if (work := self.works.of(size, ranks, cluster)) is not None]
         sharing = prod(axis.size for axis in data if axis.role == "dp_shard")
-        works = [work.shared_by(sharing) for work in found]
+        found = [self.works.shared(size, ranks, sharing, cluster) for cluster in clusters]
+        works = [each for each in found if each is not None]
         if len(works) < len(clusters) or not isinstance(trial.recompute, str):
             return None
         allowed = WAYS if self.mixes and trial.recompute == "full" else (trial.recompute,)

@@ -208,6 +208,10 @@ class Standing:
         ways = ways_to_run(trial, self.wishes, blocks)
         return self._proofs.best(trial, ways, self.estimates.microbatch_s(trial), enough_s)
 
+    def work_s(self, trial: Trial) -> float:
+        """Return what a trial's work takes at least; found in no time for what has ranks of the same kind."""
+        return self._proofs.work_s(trial)
+
     def knows_fluid_of(self, trial: Trial) -> bool:
         """Return whether that is known by now."""
         return self._all_ways(trial) in self._fluid

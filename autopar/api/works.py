@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.api.floors import Floors, Work
+from autopar.api.floors import Floors, Parts, Work
 from autopar.api.kinds import on_ranks
 from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
@@ -49,11 +49,19 @@ class Works:
                 self._known[key] = None
         return self._known[key]
 
+    def shared(self, size: int, ranks: Candidate, sharing: int, cluster: ClusterSpec | None = None) -> Parts | None:
+        """Return the same where so many such groups of ranks split the batch, and parameters with it."""
+        own, batch = self.of(size, ranks, cluster), self.solving.program.batch_size
+        together = size * sharing
+        # Where the batch does not divide by them all, fewer samples take no longer.
+        theirs = self.of(together, ranks, cluster) if sharing > 1 and batch % together == 0 else own
+        return None if own is None or theirs is None else own.shared_by(sharing, theirs)
+
     def ways(self, size: int, width: int) -> Ways | None:
         """Return what ways of recomputing each block take at least, and keep of all samples, whole; `None` as above."""
         key = size, width
         if key not in self._ways:
             work = self.of(size, (MeshAxis("tp", width),) if width > 1 else ())
-            again = None if work is None else work.shared_by(1).again_s
+            again = None if work is None else work.shared_by(1, work).again_s
             self._ways[key] = None if again is None else Ways(again, self.floors.saved_bytes)
         return self._ways[key]

@@ -263,7 +263,7 @@ class Builder:
         group = Group(
             name, source, layout, demands, price, np.zeros_like(price), "critical", self._microbatches * counts
         )
-        return [(each, copies.gone) for each in self._drop_own(nodes, group)]
+        return [(each, copies.gone) for each in self._drop_own(group)]
 
     def _made(self, sharing: Sharing) -> tuple[list[Layout], npt.NDArray[np.int64]]:
         """Return the layouts that a value may be made in, and which of them each option of its node makes."""
@@ -307,8 +307,9 @@ class Builder:
         source = self.home[sharing.producer]
         cluster = self.clusters[source]
         meta = self.graph.by_name[sharing.producer].outputs[sharing.index]
-        once = np.array(cluster.once or [False] * len(cluster.options))
         starts = sharing.producer in self._parameters
+        # What is computed from a parameter may be decided with it, and is moved like any other value.
+        once = np.array((starts and cluster.once) or [False] * len(cluster.options))
         if meta is None or (starts and sharing.phase == "both" and not once.any()):
             return []
         sources, layout = self._made(sharing)
@@ -331,7 +332,7 @@ class Builder:
         name = f"{sharing.producer}.{sharing.index}.{sharing.phase}"
         some = ends if ends.any() else None
         group = Group(name, source, layout, demands, price, hidden, sharing.category, times * counts, some)
-        return [(each, copy) for each in self._drop_own(nodes, group)]
+        return [(each, copy) for each in self._drop_own(group)]
 
     def _needs(self, sharing: Sharing) -> tuple[tuple[Demand, ...], list[tuple[Layout, bool]]]:
         """Return what readers demand, and the ways to have it: a layout, and if each micro-batch reduces its own."""
@@ -426,25 +427,18 @@ class Builder:
         either = self._microbatches > 1
         return np.array([[not either and is_term(a) and is_term(b) for b in wanted] for a in sources])
 
-    def _drop_own(self, nodes: list[Node], group: Group) -> list[Group]:
-        """Fold demands of the source's own node into its seconds; return the group if anything remains of it.
+    def _drop_own(self, group: Group) -> list[Group]:
+        """Return the group without demands of the source's own node that cost nothing, if anything remains of it.
 
         A parameter's are left: its views may read it gathered, and what that holds and hides is the group's. So is what
         hides behind one of several micro-batches.
         """
         if group.category == "prefetch" or group.at_end_s is not None:
             return [group] if group.price_s.any() else []
-        own = [d for d in group.demands if d.node == group.source]
-        others = tuple(d for d in group.demands if d.node != group.source)
-        node = nodes[group.source]
-        extra: Floats = np.zeros(node.options)
-        for demand in own:
-            extra = np.maximum(extra, group.price_s[group.layout, demand.layout])
-        if extra.any():
-            nodes[group.source] = Node(node.name, node.seconds + np.outer(extra, group.counts), node.optimizer_s)
-        if not others or not group.price_s.any():
-            return []
-        return [replace(group, demands=others)]
+        paid = tuple(
+            d for d in group.demands if d.node != group.source or group.price_s[group.layout, d.layout].any()
+        )
+        return [replace(group, demands=paid)] if paid and group.price_s.any() else []
 
 
 def _by_gather(amounts: Floats, *, paid_if_kept: bool) -> Floats:

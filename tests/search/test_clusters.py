@@ -111,3 +111,34 @@ def test_tokens_go_to_experts_and_back_once_in_forward_and_once_in_backward():
     )
 
     assert exchanges == {"forward": 2 * 2, "backward": 2 * 2}
+
+
+class Squashed(nn.Module):
+    """A product with a matrix that is computed from a parameter, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.free.tanh()).square().mean()
+
+
+def test_what_is_computed_from_a_parameter_is_moved_at_its_price_however_that_is_gathered():
+    """It is decided with the parameter, is none, and no gather of a parameter pays for it."""
+    options = PlanOptions.parse()
+    solving = Solving(remembered(Squashed(), (torch.randn(8, 64),)).graph, cluster(1 << 30), options)
+    _, pricing = solving.price(Trial((MeshAxis("free", 2),)), read_wishes(options))
+    (moved,) = (group for group in pricing.table.groups if group.name == "tanh.0.both")
+    assert {"tanh"} < {*pricing.clusters[moved.source].members}
+    ways = pricing.clusters[moved.source].once
+    made = [pricing.clusters[moved.source].strategy("tanh", at).outputs[0] for at in range(len(ways))]
+
+    prices = {
+        (layout, kept): moved.price_s[at].tolist() for layout, kept, at in zip(made, ways, moved.layout, strict=True)
+    }
+
+    split = {layout for layout, kept in prices if kept}
+    assert split
+    assert all(prices[layout, True] == prices[layout, False] for layout in split)
+    assert all(sum(price == 0.0 for price in prices[layout, False]) == 1 for layout in split)
