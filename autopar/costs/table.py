@@ -435,9 +435,7 @@ class Builder:
         """
         if group.category == "prefetch" or group.at_end_s is not None:
             return [group] if group.price_s.any() else []
-        paid = tuple(
-            d for d in group.demands if d.node != group.source or group.price_s[group.layout, d.layout].any()
-        )
+        paid = tuple(d for d in group.demands if d.node != group.source or group.price_s[group.layout, d.layout].any())
         return [replace(group, demands=paid)] if paid and group.price_s.any() else []
 
 
