@@ -17,7 +17,7 @@ from math import inf
 from autopar.api.kinds import varied
 from autopar.api.lightening import lighter
 from autopar.api.pipelining import Pipelined, Wanted
-from autopar.api.proving import prove, prove_lighter, raise_bounds
+from autopar.api.proving import prove, raise_bounds
 from autopar.api.solving import Solved, Waiting, interrupted, left_out, ruled_out
 from autopar.api.standing import Standing
 from autopar.api.turns import AT_MOST, LATE, Turn, alternating, is_staged, next_turn
@@ -64,7 +64,7 @@ class Outer:
                 self._best_first((), "go on with the whole program", len(whole), waiting=self._waiting)
             if self.standing.mixes:
                 self._lighten()
-            if others:
+            if others or self.standing.mixes:
                 self.progress.phase("prove")
                 prove(self.standing)
             raise_bounds(self.standing)
@@ -307,7 +307,7 @@ class Outer:
                 one.pipeline, one.step_s = found, found.step_s
 
     def _lighten(self) -> None:
-        """Recompute less in the most promising plans that recompute all, and say what that leaves proven."""
+        """Recompute less in the most promising plans that recompute all; what was proven of these is of all no more."""
         standing = self.standing
         full = [one for one in standing.solved if one.trial.recompute == "full" and one.outcome is not None]
         likely = sorted(full, key=lambda each: each.step_s / standing.slack(each.trial))
@@ -327,7 +327,6 @@ class Outer:
             if found is not None:
                 standing.solved.append(found)
             off[alike] = max(off.get(alike, 0.0), (one if found is None else found).step_s / hoped_s)
-        prove_lighter(standing)
         for one in standing.solved:
             if standing.is_open(one):
                 own = one.solution.bound_s if isinstance(one.trial.recompute, str) else inf

@@ -99,8 +99,9 @@ class Proofs:
         solving, batch = self.works.solving, self.works.solving.program.batch_size
         if solving.equal.device.fusion or not solving.proves(trial):
             return 0.0
-        work = self.works.of(batch, beside_data(trial))
-        return 0.0 if work is None else work.least_s / (trial.replicas * solving.at_once(trial))
+        ranks = beside_data(trial)
+        work, parts = self.works.of(batch, ranks), prod(axis.size for axis in trial.ranks if axis not in ranks)
+        return 0.0 if work is None else work.least_s / (parts * solving.at_once(trial))
 
     def _blocks(
         self, trial: Trial, clusters: Sequence[ClusterSpec | None], elsewhere_s: float = 0.0

@@ -12,9 +12,6 @@ from autopar.api.solving import Solved, ruled_out
 from autopar.api.standing import Standing, kin, without
 from autopar.search.trials import Trial
 
-_PROVEN = 8
-"""Trials that are relaxed only to say how much better a plan could be that recomputes less."""
-
 _MESHES = 24
 """Meshes of one stage whose whole program is relaxed only to bound what was not tried."""
 
@@ -27,21 +24,6 @@ there are several micro-batches, of which one alone can hide them."""
 
 _BOUNDED = 1000
 """Times at most that the weakest bound is looked at."""
-
-
-def prove_lighter(standing: Standing) -> None:
-    """Relax, nothing recomputed and memory no limit, the trials that leave the most room below the best plan."""
-    for _ in range(_PROVEN):
-        left = [
-            one.trial for one in standing.solved if standing.is_open(one) and without(one.trial) not in standing.free_s
-        ]
-        least = min(left, key=standing.lightest_s, default=None)
-        # What leaves as much room and stays as it is makes more proofs idle.
-        stays = [one for one in standing.solved if not standing.is_open(one) and one.solution.status != "infeasible"]
-        room = min([standing.best_s * (1.0 - standing.solving.options.gap), *(one.solution.bound_s for one in stays)])
-        if least is None or standing.lightest_s(least) >= room or standing.left_to_prove_s <= 0:
-            return
-        _relax_plain(standing, least)
 
 
 def _relax_plain(standing: Standing, trial: Trial) -> None:
@@ -80,7 +62,8 @@ def prove(standing: Standing) -> None:
         tighter = times > 0 and bound_s > least.solution.bound_s
         if times and not tighter and not standing.is_good(bound_s) and relaxed < _MESHES:
             whole = _whole(standing, least.trial, left if times == 1 else ())
-            if unknown and without(least.trial) not in standing.free_s:
+            by_itself = unknown or whole is None or least.trial.replicas == 1
+            if by_itself and standing.is_open(least) and without(least.trial) not in standing.free_s:
                 _relax_plain(standing, least.trial)
                 relaxed += 1
             elif not unknown and least.trial.replicas > 1 and whole is not None:

@@ -47,7 +47,7 @@ import numpy as np
 
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.table import Floats, Ints
-from autopar.search.minimised import solved
+from autopar.search.minimised import Program
 from autopar.search.stages import in_flight
 
 _MOST = 6000
@@ -315,17 +315,16 @@ def _solved(
     lower = np.concatenate([blocks.counts, np.full(len(upper) - count, -highspy.kHighsInf)])
     apart = ((kind == 0) & (stage > 0)) | ((kind == count - 1) & (stage < last))
     columns = np.append(np.where(apart, 0.0, highspy.kHighsInf), highspy.kHighsInf)
-    rows = np.hstack([rows, slower[:, None]])
-    least, found = solved(rows, lower, upper, columns)
+    program = Program(np.hstack([rows, slower[:, None]]), lower, upper, columns)
+    least, found = program.solved()
     for _ in range(_CHAINS if told is not None else 0):
         if not len(found) or told is None or least * scale_s >= told.tight.enough_s:
             break
         chain, handed_s = told.longest(found[:-1])
         if chain @ found[:-1] + handed_s <= _SHORTER * least * scale_s:
             break
-        rows = np.vstack([rows, np.append(chain / scale_s, -1.0)])
-        lower, upper = np.append(lower, -highspy.kHighsInf), np.append(upper, -handed_s / scale_s)
-        more, found = solved(rows, lower, upper, columns)
+        program.at_most(np.append(chain / scale_s, -1.0), -handed_s / scale_s)
+        more, found = program.solved()
         least = max(least, more)
     return least * scale_s * (1.0 - ROUNDING)
 

@@ -283,6 +283,8 @@ def test_what_multiplies_takes_each_rank_as_long_whoever_makes_which_gradients()
     assert proofs.best(shared, [], 0.0).step_s > 0.9 * proofs.best(whole, [], 0.0).step_s
     assert proofs.work_s(shared) == pytest.approx(proofs.work_s(whole))
     assert proofs.work_s(shared) > 0.9 * proofs.best(shared, [], 0.0).step_s
+    apart = replace(shared, mesh=(MeshAxis("microbatch", 2), MeshAxis("ep", 8)))
+    assert proofs.work_s(apart) > 0.9 * proofs.best(apart, [], 0.0).step_s
 
 
 def test_experts_on_ranks_of_their_own_are_bounded_by_what_they_take_beyond_their_work():
