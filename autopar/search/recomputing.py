@@ -42,11 +42,13 @@ def cheapest(ways: Ways, rooms: Sequence[Room], budget_bytes: float, *, time_lim
     if any(room.held_bytes > budget_bytes for room in rooms):
         return None
     blocks, count = ways.seconds.shape
-    tight = [room for room in rooms if _most(ways, room) > budget_bytes]
+    tight = _binding(ways, [room for room in rooms if _most(ways, room) > budget_bytes])
     if not tight:
         return [int(each) for each in np.argmin(ways.seconds, axis=1)]
     solver = QuietHighs()
-    for option, value in (("random_seed", 0), ("time_limit", time_limit_s), ("mip_rel_gap", 1e-3)):
+    # HiGHS 1.16 may strengthen dense rows of equal numbers without end before it solves anything: no limit ends that.
+    options = {"random_seed": 0, "time_limit": time_limit_s, "mip_rel_gap": 1e-3, "presolve": "off"}
+    for option, value in options.items():
         solver.setOptionValue(option, value)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = blocks * count, blocks + len(tight)
@@ -77,6 +79,17 @@ def cheapest(ways: Ways, rooms: Sequence[Room], budget_bytes: float, *, time_lim
 def held(ways: Ways, room: Room, chosen: Sequence[int]) -> float:
     """Return the bytes held at a point with these ways."""
     return room.held_bytes + float(room.copies @ ways.kept_bytes[np.arange(len(chosen)), list(chosen)])
+
+
+def _binding(ways: Ways, rooms: Sequence[Room]) -> list[Room]:
+    """Return the rooms that no other one implies, which holds as much and no less of any block."""
+    if (ways.kept_bytes < 0).any():  # what is held more often may then be less
+        return list(rooms)
+    found: list[Room] = []
+    for room in sorted(rooms, key=lambda each: (-each.held_bytes, -float(each.copies.sum()))):
+        if not any((other.copies >= room.copies).all() for other in found):
+            found.append(room)
+    return found
 
 
 def _most(ways: Ways, room: Room) -> float:
