@@ -126,6 +126,9 @@ def _join(
     moved_now = max(graph.meta(op.refs[slot]).nbytes for slot in slots)
     moved_later = sum(meta.nbytes for meta in op.outputs if meta is not None)
     starts = {graph.by_name[reps[slot]].kind for slot in slots}
+    # What every rank has whole is no reason to compute with all of it: a part of it is next to nothing to take.
+    if "input" in starts and not is_view(op):
+        return False
     if moved_later == moved_now and any(_has_others(graph, reps[slot]) for slot in slots):
         return False
     if moved_later > moved_now or "tangent" in starts or (starts == {"parameter"} and len(slots) < len(reps)):

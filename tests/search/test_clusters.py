@@ -14,6 +14,7 @@ from autopar.api.wishes import read_wishes
 from autopar.capture.recompute import SUFFIX, blocks_of, recomputed_graph
 from autopar.costs.clusters import build
 from autopar.ir.graph import Graph
+from autopar.ir.placement import Shard
 from autopar.ir.plan import Plan
 from autopar.models.zoo.llama import LlamaSettings
 from autopar.options import PlanOptions
@@ -142,3 +143,27 @@ def test_what_is_computed_from_a_parameter_is_moved_at_its_price_however_that_is
     assert split
     assert all(prices[layout, True] == prices[layout, False] for layout in split)
     assert all(sum(price == 0.0 for price in prices[layout, False]) == 1 for layout in split)
+
+
+class Rounded(nn.Module):
+    """A product with inputs that are cast first, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.bfloat16().float()).square().mean()
+
+
+def test_what_is_computed_from_an_input_need_not_be_whole_because_that_is():
+    """Every rank has the batch whole: that each casts all of it, where a part would do, is no way to save a slice."""
+    options = PlanOptions.parse()
+    solving = Solving(remembered(Rounded(), (torch.randn(8, 64),)).graph, cluster(1 << 30), options)
+    wishes = read_wishes(options)
+    clusters, home = build(solving.graph("none", wishes), solving.choices(Trial((MeshAxis("free", 2),)), wishes))
+    cast = clusters[home["_to_copy"]]
+
+    made = {cast.strategy("_to_copy", at).outputs[0] for at in range(len(cast.options))}
+
+    assert (Shard(0),) in made
