@@ -100,7 +100,7 @@ class Proofs:
         if solving.equal.device.fusion or not solving.proves(trial):
             return 0.0
         ranks = beside_data(trial)
-        work, parts = self.works.of(batch, ranks), prod(axis.size for axis in trial.ranks if axis not in ranks)
+        work, parts = self.works.of(max(1, batch), ranks), prod(axis.size for axis in trial.ranks if axis not in ranks)
         return 0.0 if work is None else work.least_s / (parts * solving.at_once(trial))
 
     def _blocks(

@@ -6,7 +6,10 @@ from math import inf
 from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.api.proving import prove
 from autopar.api.solving import Solved, Solving
 from autopar.api.standing import Standing
@@ -90,3 +93,25 @@ def test_what_any_recomputation_takes_is_enough_for_none_where_it_is_good(any_wa
     prove(standing)
 
     assert done.count(("fluid", _cut(2))) == own
+
+
+class Scaled(nn.Module):
+    """Layers of a parameter that one number scales, and a loss: no sample is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 64))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        x = self.table * scale
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def test_programs_without_a_batch_are_proven_too():
+    plan = autopar.plan(Scaled(), "h100-sxm-80gb:2", example_inputs=(torch.tensor(2.0),), gap=0.0)
+
+    assert plan.workload.global_batch == 0
+    assert 0.0 < plan.solver.bound <= plan.solver.objective
