@@ -49,8 +49,8 @@ def prove(standing: Standing) -> None:
         least = min(left, key=lambda each: each.solution.bound_s, default=None)
         if least is None or standing.left_to_prove_s <= 0 or standing.is_good(least.solution.bound_s):
             return
-        if (work_s := standing.work_s(least.trial)) > least.solution.bound_s:
-            least.solution = replace(least.solution, bound_s=min(work_s, least.step_s))
+        if (work_s := min(standing.work_s(least.trial), least.step_s)) > least.solution.bound_s:
+            least.solution = replace(least.solution, bound_s=work_s)
             continue
         times = looked[least.trial]
         if times and least.trial.depth > 1 and least.trial not in tightened:
