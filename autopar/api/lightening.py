@@ -145,8 +145,9 @@ def _priced_as(solving: Solving, wishes: Wishes, trial: Trial, known: Outcome) -
     reps = {graph.representative(op.name) for op in graph.ops}
     choices = {rep: (known.strategy(_rep_in(known, rep)),) for rep in reps}
     in_float32 = solving.options.reduce_dtype == "fp32"
+    outputs = {name: known.output_layout(name) for name in known.pricing.sink_layouts}
     pricing = Builder(
-        graph, choices, known.links, solving.optimizer, wishes.gathers, wishes.reductions, in_float32
+        graph, choices, known.links, solving.optimizer, wishes.gathers, wishes.reductions, in_float32, outputs=outputs
     ).build()
     return Waiting(trial, known.links, pricing, Ilp(pricing.table), 0.0, 0.0)
 
@@ -172,12 +173,7 @@ def _same_options(pricing: Pricing, known: Outcome) -> tuple[int, ...] | None:
         if place is None:
             return None
         found.append(place)
-    for name, layouts in pricing.sink_layouts.items():  # decisions of their own, behind those of clusters
-        layout = known.output_layout(name)
-        if layout not in layouts:
-            return None
-        found.append(layouts.index(layout))
-    return tuple(found)
+    return (*found, *(0 for _ in pricing.sink_layouts))  # decided, and behind the clusters' nodes
 
 
 def _solved(solving: Solving, wishes: Wishes, one: Solved, recompute: Recompute, left_s: float) -> Solved | None:

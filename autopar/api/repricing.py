@@ -187,6 +187,7 @@ class _Decided:
             frozenset(each.gather for each in parameters if each.gather != "none") or frozenset({"per_phase"}),
             frozenset(each.reduce for each in parameters),
             self.options.reduce_dtype == "fp32",
+            outputs=self.decisions.outputs,
         ).build()
         keep = self.options.keep_outputs
         optimizer, on = self.options.optimizer, self.options.overlap
@@ -200,8 +201,6 @@ class _Decided:
             op = by_name[cluster.members[0]]
             if op.kind == "parameter" and cluster.once:
                 chosen[place] = self._way(cluster.once, cluster.early, self.decisions.parameters[self._name(op.target)])
-        for name, layouts in pricing.sink_layouts.items():
-            chosen[pricing.sinks[name]] = layouts.index(self.decisions.outputs[name])
         return tuple(chosen)
 
     def _name(self, target: str) -> str:

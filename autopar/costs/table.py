@@ -79,6 +79,9 @@ class Builder:
     without: frozenset[str] = frozenset()
     """Operators whose work takes no time in the table."""
 
+    outputs: Mapping[str, Layout] = field(default_factory=dict)
+    """Layouts of user outputs that are decided already; others may have any that a user can get them in."""
+
     segments: Segments = field(init=False)
     clusters: list[Cluster] = field(init=False)
     home: dict[str, int] = field(init=False)
@@ -206,7 +209,8 @@ class Builder:
                 self.sinks[output.name] = self.home[self.graph.representative(tangents[output.name])]
                 continue
             self.sinks[output.name] = len(nodes)
-            self.sink_layouts[output.name] = self._output_layouts(output.ref)
+            decided = self.outputs.get(output.name)
+            self.sink_layouts[output.name] = self._output_layouts(output.ref) if decided is None else [decided]
             count = len(self.sink_layouts[output.name])
             nodes.append(Node(f"output {output.name}", np.zeros((count, self.segments.total)), np.zeros(count)))
 

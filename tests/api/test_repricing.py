@@ -18,6 +18,7 @@ from autopar.capture import Captured
 from autopar.cli import main
 from autopar.errors import StalePlanError, UsageError
 from autopar.ir.graph import Graph
+from autopar.ir.placement import Layout, Replicate, Shard
 from autopar.ir.plan import Plan
 from autopar.models.hf_tiny import tiny
 from autopar.options import PlanOptions
@@ -70,6 +71,20 @@ def test_on_its_own_cluster_a_plan_is_priced_as_it_was_searched(name: str, clust
     assert asdict(again.estimates.breakdown) == pytest.approx(asdict(plan.estimates.breakdown), rel=1e-12)
     assert again.estimates.step_time_s == pytest.approx(plan.estimates.step_time_s, rel=1e-12)
     assert again.solver.objective == again.estimates.step_time_s
+
+
+@pytest.mark.parametrize("layout", [(Replicate(), Shard(1)), (Shard(0), Shard(1)), (Replicate(),) * 2], ids=str)
+def test_an_output_may_have_another_layout_than_its_producer_makes(layout: Layout):
+    plan, graph = planned(*CASES[0])
+    assert plan.decisions.outputs["logits"] != layout
+    outputs = {**plan.decisions.outputs, "logits": layout}
+    moved = replace(plan, decisions=replace(plan.decisions, outputs=outputs))
+
+    again = repriced(moved, graph, ClusterSpec.parse("cpu:4"), VERSION)
+
+    assert again.decisions.outputs == outputs
+    assert again.decisions.operators == plan.decisions.operators
+    assert again.estimates.step_time_s == pytest.approx(plan.estimates.step_time_s, rel=0.2)
 
 
 def twice(cluster: str, **changes: Any) -> ClusterSpec:
