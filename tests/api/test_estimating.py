@@ -17,7 +17,7 @@ from autopar.api.solving import Solved, Solving, Waiting
 from autopar.api.wishes import read_wishes
 from autopar.api.works import Works
 from autopar.capture import Captured
-from autopar.costs.rough import Shape
+from autopar.costs.rough import Shape, evenly
 from autopar.ir.plan import Estimates as PlanEstimates
 from autopar.models.zoo import ZOO
 from autopar.models.zoo.gpt import GptSettings
@@ -150,6 +150,17 @@ def test_widths_that_time_is_too_short_for_are_estimated_with_their_collectives(
 
     assert computed > near[inside]
     assert scaled > near[inside]
+
+
+def test_who_computes_alone_waits_for_nobody_however_times_are_rounded():
+    """Three times a time over three may be less than the time, and the rest was taken for that of collectives."""
+    seconds = next(x / 1000 for x in range(1, 1000) if x / 1000 * 3 / 3 < x / 1000)
+    found = estimates(TOKENS)
+    found.left_s = lambda: -1.0
+    found._taken["none", 1, 3] = evenly(seconds)
+
+    assert found._computed("none", 1, 6).own_s == pytest.approx(2.0 * seconds)
+    assert found._computed("none", 2, 3).own_s == pytest.approx(seconds / 2.0)
 
 
 def test_a_free_axis_is_no_data_parallelism_where_the_batch_does_not_divide():
