@@ -23,7 +23,7 @@ from autopar.api.standing import Standing
 from autopar.api.turns import AT_MOST, LATE, Turn, alternating, is_staged, next_turn
 from autopar.progress import Progress
 from autopar.search.ilp import Solution
-from autopar.search.trials import Recompute, Trial, near_sizes
+from autopar.search.trials import Recompute, Trial, near_sizes, other_sizes
 
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
@@ -66,17 +66,29 @@ class Outer:
                 self._lighten()
             if others or self.standing.mixes:
                 self.progress.phase("prove")
+                self.standing.give_up(self._open(self._between(others)))
                 prove(self.standing)
             raise_bounds(self.standing)
         except KeyboardInterrupt:
             self.interrupted = True
             known = {one.trial for one in self.standing.solved}
-            left = [trial for trial in (*whole, *others) if trial not in known]
+            left = [each for each in (*whole, *others, *self._between(others)) if each not in known]
             self.standing.solved += [interrupted(trial, self.standing.known_bound_s(trial)) for trial in left]
 
-    def _run_others(self, others: Sequence[Trial]) -> None:
+    def _between(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return the trials that nobody looked at between those: with micro-batches of all other sizes."""
+        if self.standing.wishes.microbatch is not None:
+            return []
+        known = {each.trial for each in self.standing.solved} | set(trials)
+        cut = {(each.ranks, each.depth, each.recompute): each for each in trials if each.microbatches > 1}
+        batch = self.standing.solving.program.batch_size
+        found = dict.fromkeys(size for each in cut.values() for size in other_sizes(each, batch))
+        return [each for each in found if each not in known]
+
+    def _open(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return those that may be; what the others are is noted."""
         left = []
-        for trial in others:
+        for trial in trials:
             if (uneven := self.standing.solving.uneven(trial)) is not None:
                 self.standing.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=uneven))
             elif self.standing.is_beaten(trial):
@@ -85,6 +97,10 @@ class Outer:
                 left.append(trial)
             else:
                 self.standing.solved.append(Solved(trial, Solution("infeasible", (), inf, inf), why_not=why))
+        return left
+
+    def _run_others(self, others: Sequence[Trial]) -> None:
+        left = self._open(others)
         self.progress.phase(f"estimate {len(left)} trials")
         self.standing.likely = self.standing.estimates.of(left, fits=self.standing.best is not None)
         queue = alternating(varied(sorted(left, key=self.standing.turn_s)))

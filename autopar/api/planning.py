@@ -178,7 +178,7 @@ class Planner:
             in_parts = [
                 Trial(mesh, depth, way)
                 for depth, found in meshes.items()
-                for mesh in in_time([*found, *tokens.get(depth, ())], batch, depth, wishes.microbatch)
+                for mesh in in_time([*found, *tokens.get(depth, ())], batch, wishes.microbatch)
                 for way in self._recompute_ways()
             ]
         split = tokens.get(1, [])

@@ -18,9 +18,6 @@ Recompute = Uniform | tuple[tuple[str, str], ...]
 _DEEPEST = 64
 """Pipeline ranks at most, where their number is open."""
 
-_LATEST_SHARE = 0.5
-"""Largest share of a pipeline's time that filling and draining it may take, where its micro-batches are open."""
-
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -63,37 +60,37 @@ def depths(devices: int, blocks: int) -> list[int]:
     return [depth for depth in range(1, most + 1) if devices % depth == 0]
 
 
-def sizes_worth_trying(samples: int, depth: int) -> list[int]:
-    """Return micro-batch sizes for the samples of a data-parallel rank, each at least twice the one before.
-
-    Those that leave a pipeline busy for most of a step; the smallest one if none does.
-    """
+def sizes_worth_trying(samples: int) -> list[int]:
+    """Return micro-batch sizes for the samples of a data-parallel rank, each at least twice the one before."""
     found: list[int] = []
     for size in divisors(samples):
-        count = samples // size
-        busy = (depth - 1) <= _LATEST_SHARE * (count + depth - 1)
-        if (not found or size >= 2 * found[-1]) and (busy or not found):
+        if not found or size >= 2 * found[-1]:
             found.append(size)
     return found
 
 
-def near_sizes(trial: Trial, batch: int) -> list[Trial]:
-    """Return a trial with micro-batches of all other sizes that are at most twice or at least half its own.
+def other_sizes(trial: Trial, batch: int) -> list[Trial]:
+    """Return a trial with micro-batches of all other sizes.
 
     None where the batch does not divide by the mesh, or axes are free: how many samples a rank has is then open.
     """
     if batch % trial.replicas or any(axis.role == "free" for axis in trial.ranks):
         return []
-    samples, count, ranks = batch // trial.replicas, trial.microbatches, trial.ranks
-    near = [each for each in divisors(samples) if count <= 2 * each and each <= 2 * count]
     return [
-        replace(trial, mesh=(MeshAxis("microbatch", each), *ranks) if each > 1 else ranks)
-        for each in near
-        if each != count
+        replace(trial, mesh=(MeshAxis("microbatch", each), *trial.ranks) if each > 1 else trial.ranks)
+        for each in divisors(batch // trial.replicas)
+        if each != trial.microbatches
     ]
 
 
-def in_time(meshes: Iterable[Candidate], batch: int, depth: int, microbatch: int | None) -> list[Candidate]:
+def near_sizes(trial: Trial, batch: int) -> list[Trial]:
+    """Return those of `other_sizes` that are at most twice or at least half the trial's own."""
+    count = trial.microbatches
+    found = other_sizes(trial, batch)
+    return [each for each in found if count <= 2 * each.microbatches and each.microbatches <= 2 * count]
+
+
+def in_time(meshes: Iterable[Candidate], batch: int, microbatch: int | None) -> list[Candidate]:
     """Return the meshes with micro-batches: of `microbatch` samples a data-parallel rank, or all sizes worth trying.
 
     What divides the batch by no mesh is left out. A mesh with one micro-batch has no axis for it.
@@ -104,7 +101,7 @@ def in_time(meshes: Iterable[Candidate], batch: int, depth: int, microbatch: int
         if batch % replicas:
             continue
         samples = batch // replicas
-        for size in [microbatch] if microbatch is not None else sizes_worth_trying(samples, depth):
+        for size in [microbatch] if microbatch is not None else sizes_worth_trying(samples):
             if samples % size == 0:
                 count = samples // size
                 found[(MeshAxis("microbatch", count), *mesh) if count > 1 else mesh] = None

@@ -25,7 +25,7 @@ from autopar.options import PlanOptions
 from autopar.progress import Silent
 from autopar.search.ilp import Solution
 from autopar.search.meshes import MeshAxis
-from autopar.search.trials import Trial, depths, in_time, near_sizes, sizes_worth_trying
+from autopar.search.trials import Trial
 from cost_models.cluster import ClusterSpec
 from tests.support.remembering import remembered
 
@@ -147,48 +147,6 @@ def test_memory_of_stages_is_that_of_the_ranks_that_run_them():
     alone = single.table.memory_curve(chosen, copies)
     assert (alone <= curve).all()
     assert (alone < curve).any()
-
-
-def test_meshes_and_sizes_to_try():
-    assert depths(12, 5) == [1, 2, 3, 4]
-    assert sizes_worth_trying(16, 1) == [1, 2, 4, 8, 16]
-    assert sizes_worth_trying(16, 4) == [1, 2, 4]  # of eight samples, two micro-batches would leave ranks idle
-    assert sizes_worth_trying(2, 8) == [1]
-    free = (MeshAxis("free", 2),)
-    assert in_time([free], 4, 2, 2) == [(MeshAxis("microbatch", 2), MeshAxis("tp", 2)), (MeshAxis("dp_shard", 2),)]
-
-
-def test_sizes_of_micro_batches_between_those_tried_first_are_found():
-    """Of 24 samples, 6 lie between 4, which waste time on small operators, and 12, of which two leave ranks idle."""
-    with torch.device("meta"):
-        captured = remembered(Deep((256,) * 4), (torch.empty(24, 64, 128),))
-    core = {"capacity": "8.6 MiB", "reserved": "0 B", "bandwidth": "200 GB/s"}
-    spec = cluster(bandwidth="100 Mbit/s").to_dict()
-    spec["devices"] = {"core": {"preset": "a100-sxm-80gb", "memory": core, "compute": {"fp32": "200 GFLOP/s"}}}
-    spec["groups"] = [{"node": "host", "count": 2}]
-
-    def plan(**fix: object) -> Plan:
-        options = PlanOptions.parse(fix={"pp": 2, "recompute": "none", **fix}, memory_margin=0.0)
-        return plan_captured(captured, "Deep", ClusterSpec.from_dict(spec), options, Silent())
-
-    times = {size: plan(microbatch=size).estimates.step_time_s for size in (4, 6, 8, 12)}
-    free = plan()
-
-    assert 6 not in sizes_worth_trying(24, 2)
-    assert min(times, key=times.__getitem__) == 6
-    assert (free.workload.microbatch, free.estimates.step_time_s) == (6, times[6])
-
-
-def test_near_sizes_of_micro_batches_are_within_a_factor_of_two():
-    mesh = (MeshAxis("microbatch", 6), MeshAxis("dp_shard", 2))
-
-    def counts(trial: Trial, batch: int) -> list[int]:
-        return [each.microbatches for each in near_sizes(trial, batch)]
-
-    assert counts(Trial(mesh, 2), 48) == [3, 4, 8, 12]  # of 24 samples a rank
-    assert counts(Trial(mesh[1:]), 48) == [2]
-    assert counts(Trial(mesh[1:]), 3) == []
-    assert counts(Trial((MeshAxis("free", 2),)), 48) == []
 
 
 def test_meshes_that_no_node_divides_into_are_left_out():
@@ -464,6 +422,7 @@ def test_with_a_plan_the_whole_program_leaves_half_of_the_time_to_others(
 
     search.standing.solving = Mock(wraps=search.standing.solving)
     search.standing.solving.options = PlanOptions.parse(time_limit=1000)
+    search.standing.solving.program.batch_size = 16
     search.standing.solving.bound = lambda trial, *_: Waiting(trial, Mock(), Mock(), Mock(), 0.5, 0.0)
     search.standing.solving.solve = solve
     search._run_others = lambda _: done.append("others")  # type: ignore[method-assign]
