@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.api.naming import name_axes, wished
 from autopar.api.solving import Solved
@@ -11,13 +11,13 @@ from autopar.ir.plan import Alternative
 from autopar.search.trials import ways_of
 
 
-def alternatives(best: Solved, solved: Sequence[Solved], top_k: int) -> tuple[Alternative, ...]:
+def alternatives(best: Solved, solved: Sequence[Solved], top_k: int, fixed: Collection[str]) -> tuple[Alternative, ...]:
     """Return the most promising trials that lost, and why."""
     others = sorted((one for one in solved if one is not best), key=lambda one: (one.step_s, one.solution.bound_s))
-    return tuple(_alternative(one, best) for one in others[:top_k])
+    return tuple(_alternative(one, best, fixed) for one in others[:top_k])
 
 
-def _alternative(one: Solved, best: Solved) -> Alternative:
+def _alternative(one: Solved, best: Solved, fixed: Collection[str]) -> Alternative:
     if one.outcome is None:
         return Alternative(
             degrees=_with_stages(wished(one.trial.mesh), one),
@@ -25,7 +25,7 @@ def _alternative(one: Solved, best: Solved) -> Alternative:
             peak_memory_bytes=None,
             why_not=_named(one, one.why_not),
         )
-    _, degrees = name_axes(one.outcome, one.trial.mesh)
+    _, degrees = name_axes(one.outcome, one.trial.mesh, fixed)
     slower = one.step_s / best.step_s - 1.0 if best.step_s else 0.0
     why = one.why_not or (f"{slower:.1%} slower" if slower > 0 else "as fast, found later")
     peak = one.outcome.memory().total if one.pipeline is None else one.pipeline.static.total

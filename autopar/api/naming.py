@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.costs.operators import flops
 from autopar.costs.outcome import Outcome
 from autopar.ir.mesh import AXIS_NAMES, Axis, Mesh
 from autopar.ir.placement import Replicate, Shard
 from autopar.ir.roles import parameter_like
-from autopar.search.meshes import Candidate
+from autopar.search.meshes import Candidate, Role
+
+_KINDS = ("dp_shard", "tp")
+"""What axes with parameters in pieces may be called; nothing is free for any use where the user fixed `tp`."""
 
 
-def name_axes(outcome: Outcome, candidate: Candidate) -> tuple[Mesh, dict[str, int]]:
+def name_axes(outcome: Outcome, candidate: Candidate, fixed: Collection[str]) -> tuple[Mesh, dict[str, int]]:
     """Return the mesh with its axes named after what the plan does along them, and the degree of each kind.
 
     An axis along which operators use parameters in pieces is `tp`; one that only keeps parameters in
-    pieces at rest is `dp_shard`; else it is `dp_replicate`. A name that comes again gets a number.
+    pieces at rest is `dp_shard`; else it is `dp_replicate`. A kind whose degree the user `fixed` is left to the axis
+    that has it: others that are like it have the next kind's name. A name that comes again gets a number.
     """
     time = outcome.links.time_axes
     places = range(time, len(candidate))
-    names = [candidate[at].role if candidate[at].role != "free" else _role(outcome, at) for at in places]
-    names = [_unsharded(outcome, at, name) for at, name in zip(places, names, strict=True)]
+    names = [_name(outcome, at, candidate[at].role, fixed) for at in places]
     sizes = [axis.size for axis in candidate[time:]]
     axes = tuple(Axis(_numbered(names, at - time), candidate[at].size, outcome.links.level(at)) for at in places)
     return Mesh(axes), degrees(names, sizes)
@@ -62,8 +65,17 @@ def _numbered(names: Sequence[str], place: int) -> str:
     return f"{names[place]}_{before + 1}" if before else names[place]
 
 
-def _role(outcome: Outcome, axis: int) -> str:
-    """Return `tp` if most of the work done on parameters along the axis is done on pieces of them."""
+def _name(outcome: Outcome, at: int, role: Role, fixed: Collection[str]) -> str:
+    if role not in {"free", "dp_shard"} or role in fixed:
+        return role
+    if role == "free" and _uses_pieces(outcome, at):
+        return "tp"
+    likely = _KINDS if _is_sharded(outcome, at) else ("dp_replicate", *_KINDS)
+    return next(kind for kind in likely if kind not in fixed or kind == _KINDS[-1])
+
+
+def _uses_pieces(outcome: Outcome, axis: int) -> bool:
+    """Return whether most of the work done on parameters along the axis is done on pieces of them."""
     graph = outcome.graph
     starts = parameter_like(graph)
     split = whole = 0.0
@@ -77,13 +89,11 @@ def _role(outcome: Outcome, axis: int) -> str:
             split += work
         else:
             whole += work
-    return "tp" if split > whole else "dp_shard"
+    return split > whole
 
 
-def _unsharded(outcome: Outcome, axis: int, name: str) -> str:
-    """Return `dp_replicate` for a data-parallel axis along which no parameter is sharded."""
-    if name != "dp_shard":
-        return name
+def _is_sharded(outcome: Outcome, axis: int) -> bool:
+    """Return whether any parameter is in pieces at rest along the axis."""
     parameters = (op for op in outcome.graph.ops if op.kind == "parameter")
     layouts = (outcome.layout(outcome.graph.representative(op.name)) for op in parameters)
-    return name if any(isinstance(layout[axis], Shard) for layout in layouts) else "dp_replicate"
+    return any(isinstance(layout[axis], Shard) for layout in layouts)

@@ -341,7 +341,7 @@ class Planner:
         if outcome is None:
             raise RuntimeError("a plan without an outcome cannot be finished")
         graph, options = self.program.graph, self.options
-        mesh, degrees = name_axes(outcome, best.trial.mesh)
+        mesh, degrees = name_axes(outcome, best.trial.mesh, options.fix)
         found = described(self._solving, best, mesh, degrees)
         if options.keep_outputs and not found.fits:
             raise infeasible.outputs(outcome, found.estimates)
@@ -369,7 +369,7 @@ class Planner:
             estimates=found.estimates,
             solver=replace(solver, status="interrupted") if outer.interrupted else solver,
             constraints=options.constraints,
-            alternatives=alternatives(best, solved, options.top_k),
+            alternatives=alternatives(best, solved, options.top_k, options.fix),
             warnings=(*self._warnings(idle, repeats), *found.warnings),
             autopar_version=__version__,
         )

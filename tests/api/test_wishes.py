@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,16 @@ def test_fixed_degrees_are_the_plans_degrees() -> None:
     degrees = plan(fix={"dp_replicate": 2, "tp": 2}).decisions.degrees
 
     assert (degrees["dp_replicate"], degrees["tp"]) == (2, 2)
+
+
+@pytest.mark.parametrize("fix", [{"dp_replicate": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("batch", [2, 1 << 14])
+def test_axes_that_are_left_open_have_other_names_than_fixed_ones(batch: int, fix: dict[str, int]) -> None:
+    """Where they keep whole parameters as the fixed axis does, its degree was that of both."""
+    degrees = plan(batch=batch, fix={**fix, "pp": 1}).decisions.degrees
+
+    assert degrees | fix == degrees
+    assert prod(degrees.values()) == 4
 
 
 def test_a_fixed_tensor_degree_splits_the_matrices() -> None:
