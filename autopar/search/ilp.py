@@ -290,9 +290,13 @@ class Ilp:
         return self._read(solver, limits, _run(solver, limits.seconds))
 
     def relaxation(self, limits: Limits) -> Any:
-        """Return a solver of the program's relaxation, yet to be run."""
+        """Return a solver of the program's relaxation, yet to be run.
+
+        Without presolve: that takes three quarters of the time (166,504 columns 12.8 s with it, 3.4 s without).
+        """
         solver = self._solver(limits)
         solver.setOptionValue("solve_relaxation", True)
+        solver.setOptionValue("presolve", "off")
         return solver
 
     def near(
