@@ -1,6 +1,7 @@
 """What Dynamo does not read by itself, and captures let it: values that are known, and who asks if it is compiled.
 
-Branches on whether values are finite, numbers of tensors that follow from no data, context variables.
+Branches on whether values are finite, numbers of tensors that follow from no data, context variables; and operators
+that torch writes out in others while it differentiates a graph.
 
 Private names of torch, like those of `_torch.py`; where a torch has others, programs are traced as without this file.
 """
@@ -19,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
+from torch._C import DispatchKey
 from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserDefinedObjectVariable, misc
 from torch._dynamo.variables import torch as torch_variables
@@ -240,3 +242,16 @@ def _deciding(read: Any, decide: Callable[[Any, fx.Node], bool | None]) -> Any:
 def seen_by_nobody() -> Any:
     """Return a context in which operators are neither traced nor noted by whatever mode is active."""
     return _disable_current_modes()
+
+
+@contextmanager
+def undecomposed(overload: torch._ops.OpOverload) -> Iterator[None]:
+    """Let an operator be differentiated as it is, where torch would write it out in others by a Python function."""
+    written_out = overload.py_kernels.pop(DispatchKey.Autograd, None)
+    overload._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        if written_out is not None:
+            overload.py_kernels[DispatchKey.Autograd] = written_out
+        overload._dispatch_cache.clear()

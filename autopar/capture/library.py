@@ -12,6 +12,8 @@
 - `torch.linalg.inv`, `cholesky` and `solve` refuse singular matrices, by an operator that must stay in order with
   others; here it need not, and is dropped with the other checks.
 - Nobody captures a CUDA graph of a model that autopar captures: `torch.cuda.is_current_stream_capturing()` is false.
+- `multilabel_margin_loss` stays an operator: what torch 2.13 writes it out in counts the places behind a sample's
+  last label as label 0, so the loss is another than in eager.
 - `module.to(dtype)` in forward, where the module has that dtype already, changes nothing (Switch's router).
 """
 
@@ -31,6 +33,7 @@ from torch.nn.modules import transformer
 
 import autopar.own_operators  # noqa: F401  the program may contain them
 from autopar._torch import without_effect
+from autopar._torch_tracing import undecomposed
 
 _jit_isinstance = torch.jit.isinstance
 
@@ -52,6 +55,7 @@ def without_value_checks() -> Iterator[None]:
             stack.enter_context(patch.object(library, "is_current_stream_capturing", _is_capturing, create=True))
         stack.enter_context(patch.object(nn.Module, "_apply", _apply))
         stack.enter_context(without_effect("aten::_linalg_check_errors"))
+        stack.enter_context(undecomposed(torch.ops.aten.multilabel_margin_loss_forward.default))
         Distribution.set_default_validate_args(False)
         try:
             yield

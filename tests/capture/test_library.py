@@ -17,6 +17,7 @@ from tests.capture.program import run
 X, PLACES = torch.rand(4, 4), torch.tensor([1, 3, 0, 2])
 SQUARE = 4 * torch.eye(4)
 TARGETS = torch.tensor([[1, 2, 3], [2, 1, 0]])
+LABELS = torch.tensor([[1, 3, -1, 0], [0, -1, 2, 2], [3, 2, 1, 0], [-1, 1, 2, 3]])  # those behind -1 do not count
 
 
 def aligned(lengths: Any, inputs: Any, **options: Any) -> Callable[..., torch.Tensor]:
@@ -45,6 +46,8 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "loads of a method": lambda h: (h.mean(0) * PLACES.bincount(minlength=6)[:4]).sum(),
     "weighed loads": lambda h: (h.mean(0) * torch.bincount(PLACES, X[0], 4)).sum(),
     "kind": lambda h: h.sum() if torch.jit.isinstance(h, torch.Tensor) else h.mean(),
+    "margins of labels": lambda h: functional.multilabel_margin_loss(h, LABELS),
+    "margins of labels of a sample": lambda h: functional.multilabel_margin_loss(h[0], LABELS[0], reduction="sum"),
     "factor": lambda h: torch.linalg.cholesky(SQUARE + h @ h.mT).sum(),
 }
 
