@@ -8,6 +8,7 @@
 - `ctc_loss` makes a table as long as the longest target: with padded targets its size is taken from them.
 - `torch.bincount` is as long as its largest value asks for; with a `minlength`, as loads of experts have it, that long:
   larger values, for which torch would make it longer, fail when they are counted.
+- `torch.combinations` looks for its places by a mask; how many there are, and which, its input's size says.
 - `torch.jit.isinstance` of a plain class is Python's own `isinstance`.
 - `torch.linalg.inv`, `cholesky` and `solve` refuse singular matrices, by an operator that must stay in order with
   others; here it need not, and is dropped with the other checks.
@@ -19,6 +20,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,6 +52,7 @@ def without_value_checks() -> Iterator[None]:
         stack.enter_context(patch.object(functional, "ctc_loss", _ctc_loss))
         stack.enter_context(patch.object(torch, "bincount", _bincount))
         stack.enter_context(patch.object(torch.Tensor, "bincount", _bincount))
+        stack.enter_context(patch.object(torch, "combinations", _combinations))
         stack.enter_context(patch.object(torch.jit, "isinstance", _isinstance))
         for library in (torch.cuda, torch.xpu):
             stack.enter_context(patch.object(library, "is_current_stream_capturing", _is_capturing, create=True))
@@ -117,6 +120,20 @@ def _bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlengt
 
 
 _torch_bincount = torch.bincount
+
+
+def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    """Return `torch.combinations`; what is no vector, or gives none, is torch's to answer."""
+    again = 1 if with_replacement else 0
+    room = range(input.numel() + again * (r - 1))
+    places = list(itertools.combinations(room, r)) if input.dim() == 1 and r > 0 else []
+    if not places:
+        return _torch_combinations(input, r, with_replacement)
+    # With replacement they are those of a longer vector, each place moved back by how many come before it.
+    return input[torch.tensor([[at - again * i for i, at in enumerate(each)] for each in places], device=input.device)]
+
+
+_torch_combinations = torch.combinations
 
 
 def _isinstance(value: object, kind: Any) -> bool:

@@ -48,6 +48,8 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "kind": lambda h: h.sum() if torch.jit.isinstance(h, torch.Tensor) else h.mean(),
     "margins of labels": lambda h: functional.multilabel_margin_loss(h, LABELS),
     "margins of labels of a sample": lambda h: functional.multilabel_margin_loss(h[0], LABELS[0], reduction="sum"),
+    "pairs": lambda h: h[:, torch.combinations(torch.arange(4))].prod(-1).sin().sum(),
+    "triples of values": lambda h: (torch.combinations(h[0], 3, True) * torch.arange(3)).cos().prod(1).sum(),
     "factor": lambda h: torch.linalg.cholesky(SQUARE + h @ h.mT).sum(),
 }
 
