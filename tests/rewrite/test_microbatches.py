@@ -207,6 +207,22 @@ def messages(bounded: bool = True) -> tuple[nn.Module, tuple[torch.Tensor, ...]]
     return Messages(bounded), (torch.randn(8, 5, 4), torch.randint(5, (8, 2, 6)))
 
 
+class Solved(nn.Module):
+    """Samples are right-hand sides of systems that all share: in columns, in rows, of factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.matrix = nn.Linear(4, 4), nn.Parameter(0.1 * torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        system = torch.eye(4) + self.matrix
+        x = torch.linalg.solve(system, self.first(x).T).T
+        x = torch.linalg.solve(system, x.tanh(), left=False)
+        x = torch.linalg.lu_solve(*torch.linalg.lu_factor(system), x.T).T
+        return torch.cholesky_solve(x.T, torch.linalg.cholesky(system @ system.T)).square().sum(0).mean()
+
+
 def models() -> dict[str, Any]:
     typed = (Typed(), (torch.randn(8, 5, 4),))
     plain, example = cases()["plain"]
@@ -221,6 +237,7 @@ def models() -> dict[str, Any]:
         "queried": (Queried(True), (torch.randn(8, 5, 4),)),
         "matched": matched(),
         "messages": messages(),
+        "solved": (Solved(), (torch.randn(8, 4),)),
         "queried_second": (Queried(False), (torch.randn(8, 5, 4),)),
         **routing(),
     }
