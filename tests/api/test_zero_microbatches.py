@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pytest
 import torch
 from torch import nn
 
@@ -98,15 +99,25 @@ def test_sums_of_gradients_that_one_operator_makes_are_counted_each_in_its_own_l
     assert held / 2 <= plan.estimates.memory.gradients <= 2 * held
 
 
-def test_sums_of_gradients_that_are_made_in_other_dimensions_than_their_parameters_are_counted():
+@pytest.mark.parametrize(
+    ("fix", "ways"),
+    [
+        ({"tp": 2}, {"step", "microbatch"}),
+        ({"dp_shard": 2, "zero": 2}, {"microbatch"}),
+    ],  # of the first both are as fast
+    ids=["tp", "zero"],
+)
+def test_sums_of_gradients_that_are_made_in_other_dimensions_than_their_parameters_are_counted(
+    fix: dict[str, int], ways: set[str]
+):
     program = Program(remembered(Contracted(), (torch.empty(8, 5, 30),)).graph, "contracted", "", None)
-    options = PlanOptions.parse(fix={"tp": 2, "microbatch": 2}, gap=0.1)
+    options = PlanOptions.parse(fix={**fix, "microbatch": 2}, gap=0.1)
 
     plan = Planner(program, cluster(1 << 30), options).plan()
 
     placed = plan.decisions.parameters
     cores = [placed[f"cores.{layer}.{place}"] for layer in range(2) for place in range(3)]
-    assert any(each.reduce == "microbatch" for each in cores)
+    assert {each.reduce for each in cores} <= ways
     halves = {name for name, each in placed.items() if isinstance(each.placements[0], Shard)}
     sums = (4 * each.numel() // (1 + (name in halves)) for name, each in Contracted().named_parameters())
     assert plan.estimates.memory.gradients == sum(sums)
