@@ -290,8 +290,9 @@ class Estimates:
         own_s = found.own_s
         if alone is not None:
             own_s = min(own_s, self._taken[alone].own_s * near[2] / (alone[2] * near[1]))
-        waits_s = found.own_s - own_s if min(width, near[1]) > 1 else 0.0  # who computes alone waits for nobody
-        waits_s *= self._slower(width, near[1], size) if waits_s else 0.0
+        waits_s = 0.0
+        if width > 1 and near[1] > 1:  # who computes alone waits for nobody
+            waits_s = (found.own_s - own_s) * self._slower(width, near[1], size)
         scaled = found._replace(own_s=own_s + waits_s * width / near[1])
         return scaled.times(Taken(more * size / near[2], more, more, more * size / near[2]))
 

@@ -11,9 +11,6 @@ from autopar.ir.placement import Replicate, Shard
 from autopar.ir.roles import parameter_like
 from autopar.search.meshes import Candidate, Role
 
-_KINDS = ("dp_shard", "tp")
-"""What axes with parameters in pieces may be called; nothing is free for any use where the user fixed `tp`."""
-
 
 def name_axes(outcome: Outcome, candidate: Candidate, fixed: Collection[str]) -> tuple[Mesh, dict[str, int]]:
     """Return the mesh with its axes named after what the plan does along them, and the degree of each kind.
@@ -70,8 +67,9 @@ def _name(outcome: Outcome, at: int, role: Role, fixed: Collection[str]) -> str:
         return role
     if role == "free" and _uses_pieces(outcome, at):
         return "tp"
-    likely = _KINDS if _is_sharded(outcome, at) else ("dp_replicate", *_KINDS)
-    return next(kind for kind in likely if kind not in fixed or kind == _KINDS[-1])
+    likely = ("dp_shard",) if _is_sharded(outcome, at) else ("dp_replicate", "dp_shard")
+    # Where `tp` is fixed, no axis is free for any use.
+    return next((kind for kind in likely if kind not in fixed), "tp")
 
 
 def _uses_pieces(outcome: Outcome, axis: int) -> bool:

@@ -99,17 +99,8 @@ def test_sums_of_gradients_that_one_operator_makes_are_counted_each_in_its_own_l
     assert held / 2 <= plan.estimates.memory.gradients <= 2 * held
 
 
-@pytest.mark.parametrize(
-    ("fix", "ways"),
-    [
-        ({"tp": 2}, {"step", "microbatch"}),
-        ({"dp_shard": 2, "zero": 2}, {"microbatch"}),
-    ],  # of the first both are as fast
-    ids=["tp", "zero"],
-)
-def test_sums_of_gradients_that_are_made_in_other_dimensions_than_their_parameters_are_counted(
-    fix: dict[str, int], ways: set[str]
-):
+@pytest.mark.parametrize("fix", [{"tp": 2}, {"dp_shard": 2, "zero": 2}], ids=["tp", "zero"])
+def test_sums_of_gradients_that_are_made_in_other_dimensions_than_their_parameters_are_counted(fix: dict[str, int]):
     program = Program(remembered(Contracted(), (torch.empty(8, 5, 30),)).graph, "contracted", "", None)
     options = PlanOptions.parse(fix={**fix, "microbatch": 2}, gap=0.1)
 
@@ -117,7 +108,8 @@ def test_sums_of_gradients_that_are_made_in_other_dimensions_than_their_paramete
 
     placed = plan.decisions.parameters
     cores = [placed[f"cores.{layer}.{place}"] for layer in range(2) for place in range(3)]
-    assert {each.reduce for each in cores} <= ways
+    # Under tp both ways to reduce are as fast.
+    assert "zero" not in fix or {each.reduce for each in cores} == {"microbatch"}
     halves = {name for name, each in placed.items() if isinstance(each.placements[0], Shard)}
     sums = (4 * each.numel() // (1 + (name in halves)) for name, each in Contracted().named_parameters())
     assert plan.estimates.memory.gradients == sum(sums)
