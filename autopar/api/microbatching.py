@@ -17,6 +17,10 @@ _COUNTED_FIRST = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 """Operators whose own sum over the batch is of inputs alone: it is made before the first micro-batch runs."""
 
 
+_NEW = ("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.new_")
+_SAME_ELEMENTS = ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze")
+
+
 def nothing_divides(meshes: Sequence[Candidate], microbatch: int | None, batch: int, depth: int | None) -> UsageError:
     """Return the error about a batch that no candidate mesh divides into the micro-batches asked for."""
     parts = sorted({prod(axis.size for axis in each if axis.role in DATA) for mesh in meshes for each in settled(mesh)})
@@ -45,7 +49,7 @@ def require_splittable(
     for op in _kinds(graph):
         mine = along[graph.representative(op.name)]
         if mine.inner and not op.target.startswith(_COUNTED_FIRST):
-            raise _needs_all(op)
+            raise _needs_all(graph, op)
         if mine.inner and any(ref.op not in counted for ref in op.refs[1:]):
             raise _counts_what_is_made(op)
         for slot, ref in enumerate(op.refs):
@@ -54,7 +58,7 @@ def require_splittable(
                 state = _state_alone(graph, op)
                 if op.target in ruleless:
                     raise _has_no_rule(op)
-                raise _updated_by_all(state, op) if state else _needs_all(op)
+                raise _updated_by_all(state, op) if state else _needs_all(graph, op)
     for output in graph.outputs:
         if output.ref is None:
             continue
@@ -65,7 +69,7 @@ def require_splittable(
         if changed is not None and output.kind == "mutation" and not isinstance(made, Replicate) and not summed:
             raise _updated_by_all(changed, maker)
         if changed is not None and changed.kind == "parameter" and isinstance(made, Shard):
-            raise _row_a_sample(changed.target, maker)
+            raise _row_a_sample(graph, changed.target, maker)
 
 
 @once_per_graph
@@ -105,16 +109,23 @@ def _state_alone(graph: Graph, op: Op) -> Op | None:
 
 
 def _updated_by_all(state: Op, op: Op) -> InfeasibleError:
+    if state.kind == "input":
+        return InfeasibleError(
+            f"the batch cannot be cut into micro-batches: forward writes into its argument {state.target} "
+            f"({op.where}), of which each micro-batch has a part of its own; write into {state.target}.clone(), or "
+            "leave microbatch and pp out"
+        )
     return InfeasibleError(
         f"the batch cannot be cut into micro-batches: the new value of {state.kind} {state.target} comes of all "
         f"samples of a step ({op.where}); leave microbatch and pp out, or update it outside forward"
     )
 
 
-def _row_a_sample(parameter: str, op: Op) -> InfeasibleError:
+def _row_a_sample(graph: Graph, parameter: str, op: Op) -> InfeasibleError:
     return InfeasibleError(
-        f"the batch cannot be cut into micro-batches: parameter {parameter} has a row for each sample of a step "
-        f"({op.where}); look rows up by numbers that are inputs of forward, or leave microbatch and pp out"
+        f"the batch cannot be cut into micro-batches: parameter {parameter} has a row for each sample of a step, as "
+        f"many as the {graph.batch_size} rows of forward's inputs ({op.where}); look rows up by numbers that are "
+        "inputs of forward, or leave microbatch and pp out"
     )
 
 
@@ -134,7 +145,8 @@ def _has_no_rule(op: Op) -> InfeasibleError:
     )
 
 
-def _needs_all(op: Op) -> InfeasibleError:
+def _needs_all(graph: Graph, op: Op) -> InfeasibleError:
+    op = _filled_by(graph, op)
     way_out = "leave microbatch and pp out"
     if "batch_norm" in op.target:
         way_out += ", replace BatchNorm by GroupNorm or LayerNorm, or freeze it (its own .eval()), as fine-tuning does"
@@ -144,5 +156,17 @@ def _needs_all(op: Op) -> InfeasibleError:
             "(places % rows) + begins with begins = (torch.arange(samples) * rows)[:, None], which shows that"
         )
     return InfeasibleError(
-        f"the batch cannot be cut into micro-batches: {op.where} needs all samples of a step at once; {way_out}"
+        f"the batch cannot be cut into micro-batches: {op.where} needs all samples of a step at once, the "
+        f"{graph.batch_size} rows of forward's inputs; {way_out}"
     )
+
+
+def _filled_by(graph: Graph, op: Op) -> Op:
+    """Return the operator that something new is made for, which by itself needs nothing; any other itself."""
+    at = op
+    while at.target.startswith(_NEW if at is op else _SAME_ELEMENTS):
+        readers = [each for each in graph.ops if any(ref.op == at.name for ref in each.refs)]
+        if len(readers) != 1:
+            return op
+        at = readers[0]
+    return at

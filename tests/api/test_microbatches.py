@@ -76,7 +76,7 @@ def test_an_indivisible_batch_says_what_divides():
 def test_batch_statistics_cannot_be_cut():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     with pytest.raises(
-        InfeasibleError, match=r"batch_norm.* needs all samples of a step at once; .*GroupNorm.*\.eval\(\)"
+        InfeasibleError, match=r"batch_norm.* needs all samples of a step at once, .*GroupNorm.*\.eval\(\)"
     ):
         autopar.plan(model, "cpu:1", example_inputs=(torch.randn(8, 8),), fix={"microbatch": 2})
 
@@ -201,3 +201,41 @@ def test_samples_of_different_micro_batches_draw_different_numbers():
 
     used = model.steps.weight.grad.abs().sum(1).nonzero()
     assert len(used) > 32  # of 64 samples; 16 at most if all micro-batches drew alike
+
+
+class WritesItsInput(nn.Module):
+    """Masks the first word of each sample, in the tensor that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        ids[:, 0] = 0
+        return self.words(ids).square().mean()
+
+
+def test_an_argument_that_forward_writes_into_is_named():
+    with pytest.raises(InfeasibleError, match=r"forward writes into its argument ids .*ids\.clone\(\)"):
+        autopar.plan(WritesItsInput(), "cpu:1", example_inputs=(torch.zeros(8, 4).long(),), fix={"microbatch": 2})
+
+
+class Projected(nn.Module):
+    """Adds each sample's parts at places of its own, which nothing in the program bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        parts = self.out(x).softmax(-1)
+        begins = (torch.arange(len(x)) * 5)[:, None]
+        target = torch.zeros_like(parts)
+        target.view(-1).index_add_(0, (at.floor().long() + begins).view(-1), parts.detach().view(-1))
+        return (target * parts.log()).sum(-1).mean()
+
+
+def test_what_is_filled_at_places_without_a_bound_is_refused_with_the_write_and_what_shows_the_bound():
+    inputs = (torch.randn(8, 8), torch.rand(8, 5) * 4)
+    with pytest.raises(InfeasibleError, match=r"aten\.index_add.* needs all samples .*, the 8 rows of .*places % rows"):
+        autopar.plan(Projected(), "cpu:1", example_inputs=inputs, fix={"microbatch": 2})
