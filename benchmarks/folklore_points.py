@@ -48,6 +48,13 @@ _GENERATIONS = _cluster(
     (2, _node("v100-32gb", 8, 100, 5, "nvlink2-switch")),
 )
 _SLOW = _cluster("4 nodes of 4 A10G on 10 Gbit/s", (4, _node("a10g", 4, 10, 30, "pcie4-host-bounce")))
+_L40S = _cluster("4 nodes of 8 L40S on 100 Gbit/s", (4, _node("l40s", 8, 100, 5, "pcie4-host-bounce")))
+_H100_L40S = _cluster(
+    "1 DGX H100 beside 3 nodes of 4 L40S on 200 Gbit/s",
+    (1, {"preset": "dgx-h100"}),
+    (3, _node("l40s", 4, 200, 5, "pcie4-host-bounce")),
+)
+_3090 = _cluster("6 hosts of two RTX 3090 on 10 Gbit/s", (6, _node("rtx-3090", 2, 10, 30, "pcie4-host-bounce")))
 _MANY: dict[str, Any] = {"tp": 8, "pps": (4, 8)}
 
 
@@ -87,6 +94,14 @@ _QWEN_32B = {
     "num_key_value_heads": "8",
 }  # fmt: skip
 _FINE_EXPERTS = {"layers": "16", "experts": "64", "intermediate": "3584"}
+_NEOX_20B = {
+    "hidden_size": "6144", "num_hidden_layers": "44", "num_attention_heads": "64", "intermediate_size": "24576",
+}  # fmt: skip
+_FALCON_40B = {
+    "hidden_size": "8192", "num_hidden_layers": "60", "num_attention_heads": "128", "num_kv_heads": "8",
+    "new_decoder_architecture": "true",
+}  # fmt: skip
+_BLOOM_7B = {"hidden_size": "4096", "n_layer": "30", "n_head": "32"}
 
 POINTS = {
     "gpt2-8h100": Point("zoo:gpt2", "dgx-h100", 64, 1024, pps=(2,), sizes=(4,)),
@@ -147,6 +162,34 @@ POINTS = {
     "glm-64h100": Point("hf:glm4_moe", "dgx-h100x8", 128, 4096, tp=8, pps=(8,), eps=(8,), sizes=(1,)),
     "deepseekv3-256h100": Point("hf:deepseek_v3", "dgx-h100x32", 1024, 4096, tp=8, pps=(16,), eps=(32,), sizes=(1,)),
 }
+
+BLIND = {
+    "8b-8b200": Point("zoo:llama3-8b", "dgx-b200", 64, 8192, pps=(2,)),
+    "70b-32h200": Point("zoo:llama3-70b", "dgx-h200x4", 64, 4096, tp=8, pps=(2, 4), sizes=(1,)),
+    "neox-48a100": Point("hf:gpt_neox", "dgx-a100-40gbx6", 192, 2048, tp=8, pps=(3, 6), set=_NEOX_20B),
+    "qwen3moe-32a100": Point("hf:qwen3_moe", "p4dex4", 128, 4096, eps=(8, 32), pps=(2, 4), sizes=(1,)),
+    "8b-32l40s": Point("zoo:llama3-8b", _L40S, 64, 4096, tp=4, pps=(4, 8), sizes=(1,)),
+    "gpt2xl-12x3090": Point("zoo:gpt2-xl", _3090, 96, 1024, tp=2, pps=(2, 6), sizes=(1, 2)),
+    "vith-32v100": Point("zoo:vit-h", "dgx-1-v100x4", 1024, None, "fp16", pps=(2, 4), sizes=(2, 4)),
+    "gemma3-16h100": Point("hf:gemma3_text", "dgx-h100x2", 64, 4096, tp=4, pps=(2,), sizes=(1,)),
+    "mixtral-8mi300x": Point("zoo:mixtral-8x7b", "mi300x-platform", 32, 4096, eps=(8,), pps=(2,), sizes=(1,)),
+    "gptoss-32h100": Point("hf:gpt_oss", "dgx-h100x4", 128, 4096, tp=4, eps=(8, 32), pps=(4,), sizes=(1,)),
+    "8b-h100l40s": Point("zoo:llama3-8b", _H100_L40S, 40, 8192, tp=4, pps=(2, 5), sizes=(1,)),
+    "bloom7b-16a100": Point("hf:bloom", "hgx-a100-40gb-4gpux4", 64, 2048, tp=4, pps=(2, 4), set=_BLOOM_7B),
+    "falcon40b-64a100": Point("hf:falcon", "dgx-a100-80gbx8", 256, 2048, tp=8, pps=(4, 8), sizes=(1,), set=_FALCON_40B),
+    "t5-8l4": Point("zoo:t5-large", "l4:8", 64, 512, pps=(2, 4), sizes=(2,)),
+    "resnet-32h100": Point("zoo:resnet50", "dgx-h100x4", 4096),
+    "bert-16cpu": Point("zoo:bert-large", "cpu:4x4", 32, 256, "fp32", tp=4, pps=(4, 8), sizes=(1, 2)),
+    "1b-16v5e": Point("zoo:llama3-1b", "tpu-v5e:4x4", 64, 4096, tp=4, pps=(2, 4), sizes=(1,)),
+    "gpt175b-96h100": Point("zoo:gpt3-175b", "dgx-h100x12", 192, 2048, tp=8, pps=(6, 12), sizes=(1, 2)),
+    "8b-524k": Point("zoo:llama3-8b", "dgx-h100x8", 1, 524288, tp=8, cps=(4, 8), pps=(2,), sizes=(1,)),
+    "mamba-8a100": Point("hf:mamba2", "dgx-a100-80gb", 64, 4096, pps=(2,), sizes=(1, 2), set=_MAMBA),
+    "70b-24h20": Point("zoo:llama3-70b", "h20-96gb:8x3", 96, 4096, tp=8, pps=(3, 6), sizes=(1,)),
+    "gpt2-6t4": Point("zoo:gpt2", "t4:1x6", 48, 1024, "fp16", pps=(2, 3, 6), sizes=(1, 2, 4)),
+}
+"""Points that were all written down before any of them was planned: nothing was mended for one of them."""
+
+POINTS |= BLIND
 
 
 def unet(batch: int = 64) -> Any:
