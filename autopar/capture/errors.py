@@ -12,6 +12,14 @@ _ONE_DTYPE = "give inputs of the dtype of the model's parameters, or cast in for
 _RAISES = r"RuntimeError when making fake tensor call|Observed exception|InternalTorchDynamoError"
 _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
     (
+        r"data-dependent expression FloatTrueDiv\(1\.0, ToFloat\(",
+        "a Python number, one over a count that is a tensor, depends on tensor values",
+        (
+            "of BatchNorm(momentum=None), which averages over all batches by their number, make momentum a number "
+            "(its default is 0.1); elsewhere keep the number a tensor (no float(tensor))"
+        ),
+    ),
+    (
         r"[Dd]ata-dependent branching|dynamic control flow|Could not guard on data-dependent",
         "its control flow depends on tensor values",
         (

@@ -44,6 +44,15 @@ class Routes(Base):
         return torch.zeros_like(x).index_add(0, rows, self.linear(x[rows])).sum()
 
 
+class Averages(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).square().mean()  # here
+
+
 class Breaks(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()  # here
@@ -97,6 +106,7 @@ CASES: list[tuple[type[nn.Module], tuple[str, ...]]] = [
         ),
     ),
     (Turns, ("its forward turns on the gradient of a tensor", "freeze_feature_encoder()")),
+    (Averages, ("one over a count that is a tensor", "make momentum a number")),
     (Breaks, ("it calls something that leaves the graph", "move that call out of forward")),
     (Mismatches, ("its forward raises on inputs of these shapes", "[4, 4] X [2, 4]")),
     (Bytes, ("classes of a loss that are uint8", "y.long()")),
