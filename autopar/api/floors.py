@@ -20,7 +20,7 @@ from autopar.costs.optimizer import state_bytes
 from autopar.costs.surroundings import Surroundings
 from autopar.ir.graph import Graph, Op
 from autopar.ir.roles import base_of, of_parameters, parameter_like
-from autopar.ir.stages import stage_of, units
+from autopar.ir.stages import homes, units
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats, Ints
 from autopar.ir.weight_gradients import weight_gradients
@@ -96,10 +96,7 @@ class Floors:
     @cached_property
     def _home(self) -> Mapping[str, int]:
         """Return the block of every operator."""
-        found = units(self.graph)
-        if len(found) == 1:
-            return dict.fromkeys((op.name for op in self.graph.ops), 0)
-        return stage_of(self.graph, [[unit.path] for unit in found])
+        return homes(self.graph)
 
     @cached_property
     def _late(self) -> frozenset[str]:

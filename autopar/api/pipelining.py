@@ -261,7 +261,7 @@ class _Placed:
     paths: list[str]
 
     def __post_init__(self) -> None:
-        of = blocks.stage_of(self.outcome.graph, [[path] for path in self.paths])
+        of = blocks.homes(self.outcome.graph)
         links, clusters = self.outcome.links, self.places.clusters
         on = [links] if len(clusters) == 1 else [links.on(each) for each in clusters]
         self._of_kind = [BlockCosts(replace(self.outcome, links=each), self.paths, of) for each in on]

@@ -26,7 +26,7 @@ from autopar.costs.table import Builder, Pricing
 from autopar.errors import InfeasibleError, UnknownOperatorError
 from autopar.figures import format_bytes
 from autopar.ir.graph import Graph, Op
-from autopar.ir.stages import stage_of, units
+from autopar.ir.stages import homes, units
 from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 from autopar.ir.weight_gradients import weight_gradients
@@ -261,8 +261,7 @@ class Solving:
 
         A micro-batch goes forward through all stages and back, one after the other; weights' gradients can wait.
         """
-        blocks = units(self.program)
-        home = stage_of(self.program, [[unit.path] for unit in blocks]) if len(blocks) > 1 else {}
+        home = homes(self.program) if len(units(self.program)) > 1 else {}
         late = weight_gradients(self.program, home) if home else frozenset[str]()
         host_s = min((each.host_s for each in self.cluster.devices), default=0.0)
         return host_s * issued_operators(self.program), host_s * issued_operators(self.program, late)

@@ -125,19 +125,20 @@ def needed_until(outcome: Outcome) -> dict[tuple[str, int], int]:
     for position, op in enumerate(graph.ops):
         needs = outcome.strategy(graph.representative(op.name)).inputs
         for slot, (ref, need) in enumerate(zip(op.refs, needs, strict=True)):
-            owner = base[ref.op, ref.index]
+            value = ref.op, ref.index
+            owner, of_copy = base[value], value in viewed
             have = outcome.layout(graph.representative(ref.op), ref.index)
-            copy = (ref.op, ref.index, need)
             apart = have != need and _has_own_memory(outcome.links, have, need, graph.meta(ref))
-            if apart:
-                moved.add(owner)
-            of_copy = (ref.op, ref.index) in viewed
-            if slot == 0 and is_view(op) and (apart or of_copy):
+            if slot == 0 and (apart or of_copy) and is_view(op):
                 viewed.update((op.name, index) for index in range(len(op.outputs)))
-            if not of_copy and not (apart and copy in made):
-                own[owner] = max(position, own.get(owner, 0))
-            if apart and not of_copy and copy not in made:
-                own[owner] = max(_gathered_last(outcome, ref, need), own[owner])
+            if not apart:
+                if not of_copy:
+                    own[owner] = max(position, own.get(owner, 0))
+                continue
+            moved.add(owner)
+            copy = (*value, need)
+            if not of_copy and copy not in made:
+                own[owner] = max(position, own.get(owner, 0), _gathered_last(outcome, ref, need))
             made.add(copy)
     found = {value: at for value, at in own.items() if value in moved}
     return {value: end if value in kept or value in returned else at for value, at in found.items()}

@@ -98,6 +98,15 @@ def stage_of(graph: Graph, blocks: Sequence[Sequence[str]]) -> Mapping[str, int]
     return found
 
 
+@once_per_graph
+def homes(graph: Graph) -> Mapping[str, int]:
+    """Return the place among `units` of every operator, parameter, buffer, input, constant and tangent."""
+    found = units(graph)
+    if len(found) == 1:
+        return dict.fromkeys((op.name for op in graph.ops), 0)
+    return stage_of(graph, [[unit.path] for unit in found])
+
+
 def too_many_stages(stages: int, found: Sequence[Unit], interleave: int = 1) -> InfeasibleError:
     """Return the error about a cut into more stages than the model has blocks; each rank has `interleave` of them."""
     names = [unit.path or "the model itself" for unit in found]
