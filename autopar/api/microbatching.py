@@ -16,9 +16,9 @@ from autopar.strategies.in_time import of_inputs_alone
 _COUNTED_FIRST = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 """Operators whose own sum over the batch is of inputs alone: it is made before the first micro-batch runs."""
 
-
 _NEW = ("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.new_")
 _SAME_ELEMENTS = ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze")
+"""Operators that fill something new, and those that only give it another shape: by themselves they need no sample."""
 
 
 def nothing_divides(meshes: Sequence[Candidate], microbatch: int | None, batch: int, depth: int | None) -> UsageError:
@@ -165,8 +165,8 @@ def _filled_by(graph: Graph, op: Op) -> Op:
     """Return the operator that something new is made for, which by itself needs nothing; any other itself."""
     at = op
     while at.target.startswith(_NEW if at is op else _SAME_ELEMENTS):
-        readers = [each for each in graph.ops if any(ref.op == at.name for ref in each.refs)]
+        readers = graph.users[at.name]
         if len(readers) != 1:
             return op
-        at = readers[0]
+        at = graph.by_name[readers[0]]
     return at
