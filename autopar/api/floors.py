@@ -25,6 +25,7 @@ from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats, Ints
 from autopar.ir.weight_gradients import weight_gradients
 from autopar.search.fluid import Fluid
+from autopar.search.moved import Moved
 from autopar.search.trials import Uniform
 from cost_models.device import DeviceSpec
 
@@ -207,13 +208,14 @@ class Floors:
         sums: bool,
         elsewhere_s: float = 0.0,
         beside: Sequence[Parts] = (),
+        moved: Moved | None = None,
     ) -> Fluid:
         """Return the program as kinds of blocks that can be recomputed in these ways.
 
         Values are cut into at most `parts` by samples and ranks, parameters into `shards`. `sums`: gradients are held
         from one micro-batch to the next. `elsewhere_s`: what a micro-batch takes through all blocks, if that is more
         than their operators take. `beside`: what they take on other devices, if those of a kind are to be alike there,
-        too.
+        too. `moved`: what of each block's parameters and gradients is moved.
         """
         rest, gradients = self._static_bytes
         static = (rest + gradients * sums) / shards
@@ -222,7 +224,7 @@ class Floors:
         tried, others = (
             [each._replace(again_s=each.again_s[:, chosen]) for each in works] for works in ((work,), beside)
         )
-        return _alike(tried[0], saved, late, static, elsewhere_s, others)
+        return _alike(tried[0], saved, late, static, elsewhere_s, others, moved)
 
     def _least_s(self, op: Op, options: Sequence[MeshStrategy], sizes: tuple[int, ...], device: DeviceSpec) -> float:
         if op.kind != "call":
@@ -233,11 +235,18 @@ class Floors:
 
 
 def _alike(
-    work: Parts, saved: Floats, late: Floats, static: Floats, elsewhere_s: float, beside: Sequence[Parts]
+    work: Parts,
+    saved: Floats,
+    late: Floats,
+    static: Floats,
+    elsewhere_s: float,
+    beside: Sequence[Parts],
+    moved: Moved | None,
 ) -> Fluid:
     """Return blocks that are equal as one kind; the first and the last are kinds of their own."""
     own, *others = ((each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in (work, *beside))
     apart = [column for each, theirs in zip(beside, others, strict=True) for column in (*theirs, each.again_s)]
+    apart += [] if moved is None else [moved.columns]
     count = len(static)
     place = np.arange(count)
     numbers = np.column_stack([*own, work.again_s, saved, late, static, *apart])
@@ -259,4 +268,5 @@ def _alike(
         late[at],
         static[at],
         more_s,
+        None if moved is None else moved.of(at),
     )

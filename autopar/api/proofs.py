@@ -107,7 +107,8 @@ class Proofs:
         self, trial: Trial, clusters: Sequence[ClusterSpec | None], elsewhere_s: float = 0.0
     ) -> list[Fluid] | None:
         """Return what blocks take and hold, on each of some devices alike; `None` if they have no price."""
-        shape, batch = shape_of(trial), self.works.solving.program.batch_size
+        solving = self.works.solving
+        shape, batch = shape_of(trial), solving.program.batch_size
         ranks = beside_data(trial)
         data = [axis for axis in trial.ranks if axis not in ranks]
         size = max(1, batch // (shape.microbatches * prod(axis.size for axis in data)))
@@ -126,6 +127,7 @@ class Proofs:
                 sums=shape.microbatches > 1,
                 elsewhere_s=elsewhere_s,
                 beside=works if len(works) > 1 else (),
+                moved=self.works.moved(trial) if solving.proves(trial) else None,
             )
             for work in works
         ]

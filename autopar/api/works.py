@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autopar.api.carried import Carried
 from autopar.api.floors import Floors, Parts, Work
 from autopar.api.kinds import on_ranks
 from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
 from autopar.errors import InfeasibleError
+from autopar.ir.stages import homes
 from autopar.search.meshes import Candidate, MeshAxis
+from autopar.search.moved import Moved
 from autopar.search.recomputing import Ways
+from autopar.search.trials import Trial
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CostModelError
 
@@ -27,6 +31,9 @@ class Works:
 
     _ways: dict[tuple[int, int], Ways | None] = field(init=False, default_factory=dict)
     """By samples of a micro-batch, and ranks along which tensors are split."""
+
+    _carried: dict[int, Carried | None] = field(init=False, default_factory=dict)
+    """By ranks that take other samples."""
 
     @cached_property
     def floors(self) -> Floors:
@@ -56,6 +63,23 @@ class Works:
         # Where the batch does not divide by them all, fewer samples take no longer.
         theirs = self.of(together, ranks, cluster) if sharing > 1 and batch % together == 0 else own
         return None if own is None or theirs is None else own.shared_by(sharing, theirs)
+
+    def moved(self, trial: Trial) -> Moved | None:
+        """Return what a trial moves of each block's parameters and gradients at least; `None` if nothing is known."""
+        ranks = next(
+            (axis.size for role in ("dp_shard", "dp_replicate") for axis in trial.ranks if axis.role == role), 1
+        )
+        if ranks == 1:
+            return None
+        if ranks not in self._carried:
+            try:
+                options = self.solving.choices(Trial((MeshAxis("dp_shard", ranks),)), self.wishes)
+                floors = self.floors
+                self._carried[ranks] = Carried(floors.graph, homes(floors.graph), floors.optimizer, options)
+            except (CostModelError, InfeasibleError):
+                self._carried[ranks] = None
+        carried = self._carried[ranks]
+        return None if carried is None else carried.moved(trial, self.solving.links(trial))
 
     def ways(self, size: int, width: int) -> Ways | None:
         """Return what ways of recomputing each block take at least, and keep of all samples, whole; `None` as above."""

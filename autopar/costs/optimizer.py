@@ -37,6 +37,18 @@ def optimizer_seconds(
     return np.asarray(found + memory.optimizer_temporaries(plain) * fresh, dtype=np.float64)
 
 
+def least_optimizer_s(ops: Sequence[Op], optimizer: str, device: DeviceSpec) -> Floats:
+    """Return the least seconds of the optimizer step of each parameter, whole; of a part, it is that part of them."""
+    own, ranks = memory.shards_of(optimizer)
+    found = np.zeros(len(ops))
+    for dtype in {_dtype(op) for op in ops}:
+        plain, dtypes = memory.dtypes_of(own, dtype)
+        numels = np.array([local_numel(op, (), ()) if _dtype(op) == dtype else 0 for op in ops], dtype=np.float64)
+        how = "fused" if dtypes.master else "foreach"
+        found += compute.optimizer_s(numels / ranks, plain, device, dtypes=dtypes, implementation=how)
+    return found
+
+
 def state_bytes(op: Op, layout: Layout, sizes: tuple[int, ...], optimizer: str) -> float:
     """Return the bytes of the optimizer state of one parameter on one device, a master copy included."""
     own, ranks = memory.shards_of(optimizer)

@@ -44,10 +44,13 @@ from typing import Protocol
 
 import highspy
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.schedule import PipelineSchedule
 from autopar.ir.table import Floats, Ints
+from autopar.search import moved as moving
 from autopar.search.minimised import Program
+from autopar.search.moved import Moved
 from autopar.search.stages import in_flight
 
 _MOST = 6000
@@ -92,6 +95,9 @@ class Fluid:
 
     elsewhere_s: float = 0.0
     """What all blocks together take beyond that; nobody knows in which."""
+
+    moved: Moved | None = None
+    """What of parameters and gradients is moved; `None` where nobody knows, or nothing is."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,7 @@ def least_step_s(
     work = mine * many * both
     less = [ahead * (forward if flow.splits_backward else both) + work]
     beside = [(1.0 if flow.splits_backward else 2.0) * there_s + 2.0 * many * own_s]
-    busy = (less[0] if share == 1.0 else work).sum(axis=0)
+    busy = (less[0] if share == 1.0 else work).sum(axis=0)[None]
     beside_all_s = float(beside[0].sum())
     if flow.splits_backward:
         less.append(ahead * (forward + inputs) + mine * many * (forward + inputs))
@@ -237,7 +243,11 @@ def least_step_s(
     seconds = (share * np.vstack(less), np.concatenate(beside))
     parts = np.stack([forward, inputs, weight])
     told = None if tight is None else _Told(tight, share * parts, stage, handing.least_s)
-    least_s = _solved(blocks, kind, stage, seconds, every, room / budget_bytes, len(flow.moments), told)
+    bounded = _Bounded(kind, stage, *seconds, *every, room / budget_bytes)
+    if blocks.moved is not None and share == 1.0:
+        has = moving.Columns(kind, stage, rank_of, many * both, many)
+        bounded = _with_moves(bounded, blocks.moved, has, flow, budget_bytes)
+    least_s = _solved(blocks, bounded, len(flow.moments), told)
     whole_s = share * many * least_of_one_s(np.repeat(least_of_each_s(blocks), blocks.counts), len(flow.moments))
     return max(least_s, whole_s, many * flow.between_two * handing.least_s) if least_s else 0.0
 
@@ -258,14 +268,60 @@ def least_of_one_s(each_s: Floats, ranks: int) -> float:
 
 def _held_bytes(blocks: Fluid, flow: Flow, kind: Ints, way: Ints, stage: Ints) -> Floats:
     """Return [moments of all ranks, column] what a rank holds for a block of the column then."""
+    flying, own = _in_flight(flow)
+    waits = flying[:, stage, 0] * blocks.saved_bytes[kind, way] + flying[:, stage, 1] * blocks.late_bytes[kind]
+    held: Floats = own[:, stage] * (waits + blocks.static_bytes[kind])
+    return held
+
+
+def _in_flight(flow: Flow) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return [moments of all ranks, stage, 2] what is in flight, and [the same, stage] whether it is the rank's."""
     counts = [len(moments) for moments in flow.moments]
     flying = np.zeros((sum(counts), len(flow.rank_of), 2))
     for rank, (moments, end) in enumerate(zip(flow.moments, np.cumsum(counts), strict=True)):
         flying[end - len(moments) : end, flow.rank_of == rank] = moments
-    mine = flow.rank_of[stage] == np.repeat(np.arange(len(counts)), counts)[:, None]
-    waits = flying[:, stage, 0] * blocks.saved_bytes[kind, way] + flying[:, stage, 1] * blocks.late_bytes[kind]
-    held: Floats = mine * (waits + blocks.static_bytes[kind])
-    return held
+    return flying, flow.rank_of == np.repeat(np.arange(len(counts)), counts)[:, None]
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    """The rows of a program but those of its blocks: their columns come first, then others that there may be."""
+
+    kind: Ints
+    stage: Ints
+    """[block's column]."""
+
+    less: Floats
+    beside: Floats
+    """[row, column] seconds none of which is more than T, and what transfers add to each."""
+
+    busy: Floats
+    busy_more_s: float
+    """[row, column]: what all ranks are busy for together, and how much longer they are."""
+
+    room: Floats
+    """[row, column]: none is more than 1."""
+
+    no_more: Floats | None = None
+    """[row, column]: none is more than 0."""
+
+
+def _with_moves(bounded: _Bounded, moved: Moved, has: moving.Columns, flow: Flow, budget_bytes: float) -> _Bounded:
+    """Return the rows with those of parameters and gradients that are moved."""
+    flying, own = _in_flight(flow)
+    found, (more, gone) = moving.rows(moved, has), moving.held_bytes(moved, has, flying[:, :, 0], own)
+    added = np.zeros((len(bounded.less), gone.shape[1]))
+    work = np.append(has.work_s + found.once, found.busy)
+    return _Bounded(
+        bounded.kind,
+        bounded.stage,
+        np.vstack([np.hstack([bounded.less, added]), found.seconds]),
+        np.append(bounded.beside, np.zeros(len(found.seconds))),
+        np.vstack([np.hstack([bounded.busy, np.zeros((1, gone.shape[1]))]), work]),
+        bounded.busy_more_s,
+        np.hstack([bounded.room + more / budget_bytes, gone / budget_bytes]),
+        found.no_more,
+    )
 
 
 @dataclass(frozen=True)
@@ -290,40 +346,37 @@ class _Told:
         return row, chain.handed * self.handed_s
 
 
-def _solved(
-    blocks: Fluid,
-    kind: Ints,
-    stage: Ints,
-    seconds: tuple[Floats, Floats],
-    busy: tuple[Floats, float],
-    room: Floats,
-    ranks: int,
-    told: _Told | None,
-) -> float:
-    """Return the least T.
-
-    No row of `seconds` is more than T, what transfers add to each included, and none of `room` more than 1; `busy` is
-    what all ranks are busy for, and how much longer they are.
-    """
-    less, beside = seconds
-    count, last = len(blocks.counts), int(stage.max())
+def _solved(blocks: Fluid, bounded: _Bounded, ranks: int, told: _Told | None) -> float:
+    """Return the least T."""
+    kind, stage, less = bounded.kind, bounded.stage, bounded.less
+    count, last, columns = len(blocks.counts), int(stage.max()), less.shape[1]
     scale_s = float(less.max()) or 1.0
-    each = (kind[None, :] == np.arange(count)[:, None]).astype(np.float64)
-    rows = np.vstack([each, less / scale_s, busy[0] / scale_s, room])
-    slower = np.concatenate([np.zeros(count), -np.ones(len(less)), [-ranks], np.zeros(len(room))])
-    upper = np.concatenate([blocks.counts, -beside / scale_s, [-busy[1] / scale_s], np.ones(len(room))])
+    each = np.zeros((count, columns))
+    each[:, : len(kind)] = kind[None, :] == np.arange(count)[:, None]
+    no_more = np.zeros((0, columns)) if bounded.no_more is None else bounded.no_more
+    rows = np.vstack([each, less / scale_s, bounded.busy / scale_s, bounded.room, no_more])
+    slower = np.concatenate([
+        np.zeros(count), -np.ones(len(less)), np.full(len(bounded.busy), -ranks),
+        np.zeros(len(bounded.room) + len(no_more)),
+    ])  # fmt: skip
+    upper = np.concatenate([
+        blocks.counts, -bounded.beside / scale_s, np.full(len(bounded.busy), -bounded.busy_more_s / scale_s),
+        np.ones(len(bounded.room)), np.zeros(len(no_more)),
+    ])  # fmt: skip
     lower = np.concatenate([blocks.counts, np.full(len(upper) - count, -highspy.kHighsInf)])
     apart = ((kind == 0) & (stage > 0)) | ((kind == count - 1) & (stage < last))
-    columns = np.append(np.where(apart, 0.0, highspy.kHighsInf), highspy.kHighsInf)
-    program = Program(np.hstack([rows, slower[:, None]]), lower, upper, columns)
+    most = np.full(columns + 1, highspy.kHighsInf)
+    most[: len(kind)][apart] = 0.0
+    program = Program(np.hstack([rows, slower[:, None]]), lower, upper, most)
     least, found = program.solved()
     for _ in range(_CHAINS if told is not None else 0):
         if not len(found) or told is None or least * scale_s >= told.tight.enough_s:
             break
-        chain, handed_s = told.longest(found[:-1])
-        if chain @ found[:-1] + handed_s <= _SHORTER * least * scale_s:
+        chain, handed_s = told.longest(found[: len(kind)])
+        if chain @ found[: len(kind)] + handed_s <= _SHORTER * least * scale_s:
             break
-        program.at_most(np.append(chain / scale_s, -1.0), -handed_s / scale_s)
+        row = np.concatenate([chain / scale_s, np.zeros(columns - len(kind)), [-1.0]])
+        program.at_most(row, -handed_s / scale_s)
         more, found = program.solved()
         least = max(least, more)
     return least * scale_s * (1.0 - ROUNDING)

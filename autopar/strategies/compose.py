@@ -25,7 +25,7 @@ from typing import Literal
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph, Op, Ref, once_per_graph
 from autopar.ir.placement import Layout, Replicate, Shard, is_valid, nest
-from autopar.ir.roles import CASTS, gradient_like, outweighs, parameter_like
+from autopar.ir.roles import CASTS, gradient_like, outweighs, parameter_like, passes
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
 from autopar.strategies.experts import by_experts, experts
@@ -310,7 +310,7 @@ def _followed(
             more += tuple(s for s in found[op.name] if not any(p == Replicate() for p in s.inputs))
         if op.target in BLANK and axis.role != "time":
             more += found[op.name][:1]  # the followed split need not divide on several axes together
-        if op.name in ends and cast_up:
+        if op.name in ends and passes(op) and cast_up:
             more += _on_whole_values(op, found[op.name])
         kept[op.name] = tuple(dict.fromkeys((follow[op.name], *more)))
     return kept
