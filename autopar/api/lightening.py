@@ -19,8 +19,10 @@ from autopar.costs.outcome import Outcome
 from autopar.costs.table import Builder, Pricing
 from autopar.ir.graph import Graph
 from autopar.ir.stages import stage_of
-from autopar.search.ilp import Ilp, Solution
+from autopar.search.fitting import solve_program
+from autopar.search.ilp import Ilp, Limits, Solution
 from autopar.search.recomputing import Room, Ways, cheapest, held
+from autopar.search.reserve import reserving, worth
 from autopar.search.stages import most_in_flight
 from autopar.search.trials import Recompute, Trial
 
@@ -33,10 +35,19 @@ _IDLE = 0.5
 _TRIES = 6
 """Choices that are priced and cut: that tells more of memory than what is foreseen here."""
 
+_SURE = 2
+"""Tries in layouts that leave room, however late it is: the first tells what is too much, the second fits, often."""
+
 _SMALL = 100
 """Nodes of a table up to which layouts are chosen anew for what was found; larger ones take many times as long to solve
 as where all blocks are alike, and gain little.
 """
+
+_TO_LEAVE_ROOM = 0.5
+"""Share of the time left in which layouts that leave room are chosen: what follows takes as long."""
+
+_NEAR = 0.003
+"""Share of a step that these may be from the best ones: what each amount of memory spares is known no better."""
 
 
 def lighter(
@@ -52,32 +63,56 @@ def lighter(
     again = _again(solving.graph("none", wishes), one.outcome)
     if not again.paths:
         return None
-    ways = _ways(again)
-    one = _promising(solving, again, ways, one, others)
-    rooms = _all_rooms(again, one)
     ends = time.process_time() + left_s
+    one = _promising(solving, again, _ways(again), one, others)
+    best: Solved | None = None
+    for layouts in (_with_room(solving, wishes, again, one, left_s), one):
+        if layouts is not None and layouts.outcome is not None:
+            own = again if layouts is one else _again(solving.graph("none", wishes), layouts.outcome)
+            found = _lightened(solving, wishes, own, layouts, ends, best_s, _SURE if layouts is not one else 0)
+            if found is not None and found.step_s < best_s:
+                best, best_s = found, found.step_s
+    return best
+
+
+def _lightened(
+    solving: Solving, wishes: Wishes, again: Again, one: Solved, ends: float, best_s: float, sure: int
+) -> Solved | None:
+    """Return a faster plan in the layouts of a solved trial that recomputes all, which recomputes less.
+
+    By `ends`, but for so many tries as are `sure`.
+    """
+    ways = _ways(again)
+    rooms = _all_rooms(again, one)
     least = max(room.held_bytes for room in rooms)
     low, limit, best = least, float(solving.budget), None
     high, gained_s = inf, 0.0
-    for _ in range(_TRIES):
+    spent_s = 0.0
+    for number in range(_TRIES):
         chosen = cheapest(ways, rooms, limit)
         recompute = _named(again.paths, _plainest(ways, chosen)) if chosen is not None else "full"
-        left_s = ends - time.process_time()
-        if chosen is None or recompute == "full" or left_s <= 0:
+        started = time.process_time()
+        late = ends - started <= spent_s and (number >= sure or best is not None)
+        if chosen is None or recompute == "full" or late:
             break
         saved_s = _saved_s(ways, chosen)
         foreseen_s = _foreseen_s(one, saved_s)
         if foreseen_s > best_s * (1.0 - _IDLE * solving.options.gap) or saved_s <= gained_s:
             break
         foreseen = max(held(ways, room, chosen) for room in rooms)
-        found = None if recompute == "none" else _as_before(solving, wishes, one, best or one, recompute)
-        if found is None:
-            # The next choice holds less than this one: just less at first, then half.
-            limit = min(foreseen, limit) - 1.0 if high == inf else low + (foreseen - low) / 2
+        # What recomputes nothing is a trial of its own.
+        tried = None if recompute == "none" else _as_before(solving, wishes, one, best or one, recompute)
+        spent_s = time.process_time() - started
+        if tried is None or isinstance(tried, float):
+            # The next choice holds less than this one: as much less as that was too much, if that is known.
+            over = tried - solving.budget if tried is not None else 0.0
+            less = low + (foreseen - low) / 2
+            limit = min(foreseen, limit) - 1.0 if high == inf and over <= 0.0 else less
+            limit = max(foreseen - over, low) if 0.0 < over < foreseen - low else limit
             high = foreseen
         else:
-            best, low, gained_s = found, foreseen, saved_s
-            spare = solving.budget - _peak(found)
+            best, low, gained_s = tried, foreseen, saved_s
+            spare = solving.budget - _peak(tried)
             limit = min(foreseen + spare, low + (high - low) / 2)
         if limit - low < _WORTH * solving.budget:
             break
@@ -85,6 +120,37 @@ def lighter(
         anew = _solved(solving, wishes, best, best.trial.recompute, ends - time.process_time())
         return anew or best
     return best
+
+
+def _with_room(solving: Solving, wishes: Wishes, again: Again, one: Solved, left_s: float) -> Solved | None:
+    """Return a trial that recomputes all in layouts that leave room to recompute less, where that is worth it.
+
+    `again` is of the layouts that are fastest with all recomputed; they take what memory there is.
+    """
+    outcome, trial = one.outcome, one.trial
+    if outcome is None or left_s <= 0:
+        return None
+    rooms, ways = _all_rooms(again, one), _ways(again)
+    copies = np.max([room.copies for room in rooms], axis=0) / trial.depth
+    amounts, spared_s = worth(ways, copies, float(solving.budget))
+    table = outcome.pricing.table
+    if one.pipeline is not None:
+        table = outcome.pricing.staged(solving.split(trial, wishes, one.pipeline.wanted)).table
+    limits = Limits(solving.budget, left_s * _TO_LEAVE_ROOM, max(solving.options.gap, _NEAR), solving.options.seed)
+    solution = solve_program(Ilp(reserving(table, amounts, spared_s * trial.microbatches)), limits)
+    options = solution.options[:-1]
+    # What these layouts leave, as the table knows it, beside what the others do.
+    left_bytes = solving.budget - max(room.held_bytes for room in rooms)
+    spared = float(np.interp(left_bytes, amounts, spared_s)) * trial.microbatches
+    known_s = one.solution.objective_s + float(spared_s.max()) * trial.microbatches - spared
+    if not options or options == outcome.options or solution.objective_s > (1.0 - limits.gap) * known_s:
+        return None
+    priced = Waiting(trial, outcome.links, outcome.pricing, Ilp(table), 0.0, 0.0)
+    solution = replace(solution, options=options)
+    if one.pipeline is not None:
+        return solving.cut(trial, priced, wishes, solution, [one.pipeline.wanted])
+    found = solving.outcome(priced, wishes, solution)
+    return Solved(trial, solution, found, found.step_s)
 
 
 def _promising(solving: Solving, again: Again, ways: Ways, one: Solved, others: Sequence[Pipelined]) -> Solved:
@@ -119,8 +185,13 @@ def _peak(found: Solved) -> int:
     return 0 if found.outcome is None else found.outcome.memory().total
 
 
-def _as_before(solving: Solving, wishes: Wishes, one: Solved, best: Solved, recompute: Recompute) -> Solved | None:
-    """Return the plan that recomputes so in the layouts of a solved one, if it fits and is faster than the best."""
+def _as_before(
+    solving: Solving, wishes: Wishes, one: Solved, best: Solved, recompute: Recompute
+) -> Solved | float | None:
+    """Return the plan that recomputes so in the layouts of a solved one, if it fits and is faster than the best.
+
+    Else the bytes that it holds, if these are too many and known, or `None`.
+    """
     if one.outcome is None:
         return None
     trial = replace(one.trial, recompute=recompute)
@@ -133,8 +204,8 @@ def _as_before(solving: Solving, wishes: Wishes, one: Solved, best: Solved, reco
         found = solving.cut(trial, priced, wishes, solution, [one.pipeline.wanted], best.pipeline)
     else:
         outcome = solving.outcome(priced, wishes, solution)
-        if outcome.memory().total > solving.budget:
-            return None
+        if (total := outcome.memory().total) > solving.budget:
+            return float(total)
         found = Solved(trial, replace(solution, objective_s=outcome.step_s), outcome, outcome.step_s)
     return found if found.outcome is not None and found.step_s < best.step_s else None
 

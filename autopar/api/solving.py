@@ -362,7 +362,7 @@ class Solving:
         found: Solved | None = None
         for even in (each == "even" for each in cuts):
             if even:
-                pricing = one.pricing.staged(self._split(trial, wishes, ways[0]))
+                pricing = one.pricing.staged(self.split(trial, wishes, ways[0]))
                 program, budget = Ilp(pricing.table), self.budget
             else:
                 program, budget = one.program, self.budget_of_all(trial.depth)
@@ -445,7 +445,8 @@ class Solving:
                 "detach() other scalars, or leave pp and microbatch out"
             )
 
-    def _split(self, trial: Trial, wishes: Wishes, wanted: Wanted) -> Split:
+    def split(self, trial: Trial, wishes: Wishes, wanted: Wanted) -> Split:
+        """Return the cut into even stages that memory is foreseen for."""
         key = (trial.recompute, wanted, trial.microbatches)
         if key not in self._splits:
             schedule = wanted.schedule_for(trial.microbatches)

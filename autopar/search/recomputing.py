@@ -103,11 +103,7 @@ def share_of_seconds(ways: Ways, share_freed: float) -> float:
     What frees most for its time comes first: norms and activations hold much and take little, long attention is the
     other way round. Both shares are from 0 to 1; the last way is that of recomputing all.
     """
-    freed = ways.kept_bytes.max(axis=1, keepdims=True) - ways.kept_bytes
-    steps: list[tuple[float, float]] = []
-    for seconds, less in zip(ways.seconds, freed, strict=True):
-        steps += _steps(seconds - seconds.min(), less)
-    steps.sort(key=lambda step: step[0] / step[1])
+    steps = sorted(undone(ways), key=lambda step: step[0] / step[1])
     left, taken = min(max(share_freed, 0.0), 1.0) * sum(less for _, less in steps), 0.0
     for seconds_more, less in steps:
         part = min(1.0, left / less)
@@ -116,6 +112,13 @@ def share_of_seconds(ways: Ways, share_freed: float) -> float:
             break
     total = float((ways.seconds[:, -1] - ways.seconds.min(axis=1)).sum())
     return min(1.0, taken / total) if total > 0 else 0.0
+
+
+def undone(ways: Ways) -> list[tuple[float, float]]:
+    """Return the steps from recomputing all of each block to recomputing nothing: seconds less, and bytes more."""
+    freed = ways.kept_bytes.max(axis=1, keepdims=True) - ways.kept_bytes
+    each = zip(ways.seconds, freed, strict=True)
+    return [step for seconds, less in each for step in _steps(seconds - seconds.min(), less)]
 
 
 def _steps(seconds: Floats, freed: Floats) -> list[tuple[float, float]]:
