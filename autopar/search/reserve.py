@@ -15,7 +15,7 @@ from autopar.ir.table import CostTable, Floats, MemoryRow, Node
 from autopar.search.recomputing import Ways, undone
 
 _LEVELS = 16
-"""How many amounts to choose from; what lies between is for who recomputes less to find."""
+"""How many amounts to choose from at most; what lies between is for who recomputes less to find."""
 
 
 def worth(ways: Ways, copies: Floats, most_bytes: float) -> tuple[Floats, Floats]:
@@ -25,8 +25,10 @@ def worth(ways: Ways, copies: Floats, most_bytes: float) -> tuple[Floats, Floats
     """
     steps = sorted(undone(Ways(ways.seconds, ways.kept_bytes * copies[:, None])), key=lambda each: -each[0] / each[1])
     spared, held = (np.append(0.0, np.cumsum([each[at] for each in steps])) for at in (0, 1))
-    amounts = np.linspace(0.0, min(most_bytes, float(held[-1])), _LEVELS)
-    return amounts, np.interp(amounts, held, spared)
+    # Blocks are recomputed or not: what lies between two steps is worth no more than the first.
+    least_bytes = np.linspace(0.0, min(most_bytes, float(held[-1])), _LEVELS)
+    taken = np.unique(np.searchsorted(held, least_bytes, side="right") - 1)
+    return held[taken], spared[taken]
 
 
 def reserving(table: CostTable, amounts_bytes: Floats, spared_s: Floats) -> CostTable:
