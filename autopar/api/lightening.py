@@ -36,7 +36,7 @@ _TRIES = 6
 """Choices that are priced and cut: that tells more of memory than what is foreseen here."""
 
 _SURE = 2
-"""Tries in layouts that leave room, however late it is: the first tells what is too much, the second fits, often."""
+"""Tries however late it is: the first tells what is too much, the second fits, often."""
 
 _SMALL = 100
 """Nodes of a table up to which layouts are chosen anew for what was found; larger ones take many times as long to solve
@@ -66,12 +66,14 @@ def lighter(
     ends = time.process_time() + left_s
     one = _promising(solving, again, _ways(again), one, others)
     best: Solved | None = None
+    sure = _SURE
     for layouts in (_with_room(solving, wishes, again, one, left_s), one):
         if layouts is not None and layouts.outcome is not None:
             own = again if layouts is one else _again(solving.graph("none", wishes), layouts.outcome)
-            found = _lightened(solving, wishes, own, layouts, ends, best_s, _SURE if layouts is not one else 0)
-            if found is not None and found.step_s < best_s:
-                best, best_s = found, found.step_s
+            found = _lightened(solving, wishes, own, layouts, ends, best_s, sure)
+            sure = 0
+            if found is not None and (best is None or found.step_s < best.step_s):
+                best, best_s = found, min(best_s, found.step_s)
     return best
 
 
@@ -117,8 +119,7 @@ def _lightened(
         if limit - low < _WORTH * solving.budget:
             break
     if best is not None and best.outcome is not None and len(best.outcome.pricing.clusters) <= _SMALL:
-        anew = _solved(solving, wishes, best, best.trial.recompute, ends - time.process_time())
-        return anew or best
+        return _solved(solving, wishes, best, best.trial.recompute, ends - time.process_time()) or best
     return best
 
 

@@ -10,7 +10,7 @@ fast the machine is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -40,6 +40,9 @@ _ANY = 0.25
 _REFINED, _LIGHTENED = 2, 3
 """Pipelines whose other schedules are tried, and plans that recompute all in which less is."""
 
+_AFTER_S = 2.0
+"""Seconds that proofs of what is found late may take."""
+
 
 @dataclass
 class Outer:
@@ -54,6 +57,12 @@ class Outer:
     _failed: Counter[bool] = field(init=False, default_factory=Counter)
     """How many trials with stages, and without, turned out not to fit."""
 
+    _lightened: set[Trial] = field(init=False, default_factory=set)
+    """Plans that recompute all in which less was tried to be."""
+
+    _off: dict[tuple[bool, bool], float] = field(init=False, default_factory=dict)
+    """How many times as long as hoped these took, by whether there are stages, and micro-batches."""
+
     def run(self, whole: Sequence[Trial], others: Sequence[Trial]) -> None:
         """Fill `solved`: the whole program's trials first."""
         try:
@@ -63,10 +72,14 @@ class Outer:
                 self._run_others(others)
                 self._best_first((), "go on with the whole program", len(whole), waiting=self._waiting)
             if self.standing.mixes:
-                self._lighten()
+                self._lighten(lambda: self.standing.left_s)
+                self._bound_as_open(self.standing.solved)
             if others or self.standing.mixes:
                 self.progress.phase("prove")
                 self.standing.give_up(self._open(self._between(others)))
+                prove(self.standing)
+            if self.standing.mixes and self._lighten(lambda: self.standing.left_to_prove_s - _AFTER_S):
+                self.progress.phase("prove")
                 prove(self.standing)
             raise_bounds(self.standing)
         except KeyboardInterrupt:
@@ -322,32 +335,42 @@ class Outer:
             if found is not None and found.step_s < one.step_s:
                 one.pipeline, one.step_s = found, found.step_s
 
-    def _lighten(self) -> None:
-        """Recompute less in the most promising plans that recompute all; what was proven of these is of all no more."""
+    def _lighten(self, left: Callable[[], float]) -> bool:
+        """Recompute less in the most promising plans that recompute all, while seconds are left; return if one gained.
+
+        Those that were looked at before are not again.
+        """
         standing = self.standing
         full = [one for one in standing.solved if one.trial.recompute == "full" and one.outcome is not None]
         likely = sorted(full, key=lambda each: each.step_s / standing.slack(each.trial))
+        before_s, found = standing.best_s, list[Solved]()
         # What is foreseen is off by about as much on all meshes with stages, and with micro-batches, or without either:
         # nobody knows by how much until one was tried.
-        off: dict[tuple[bool, bool], float] = {}
-        for one in likely[:_LIGHTENED]:
-            if standing.left_s <= 0:
+        for one in (each for each in likely[:_LIGHTENED] if each.trial not in self._lightened):
+            if left() <= 0:
                 break  # the rest of the time is for proofs
+            self._lightened.add(one.trial)
             alike, hoped_s = (one.trial.depth > 1, one.trial.microbatches > 1), one.step_s / standing.slack(one.trial)
-            foreseen_s = max(standing.lightest_s(one.trial), off.get(alike, 0.0) * hoped_s)
+            foreseen_s = max(standing.lightest_s(one.trial), self._off.get(alike, 0.0) * hoped_s)
             if foreseen_s >= standing.best_s * (1.0 - standing.solving.options.gap):
                 continue
             self.progress.phase("recompute less")
-            left_s, others = standing.left_s, self._reruns(one)
-            found = lighter(standing.solving, standing.wishes, one, left_s, standing.best_s, others)
-            if found is not None:
-                standing.solved.append(found)
-            off[alike] = max(off.get(alike, 0.0), (one if found is None else found).step_s / hoped_s)
-        for one in standing.solved:
-            if standing.is_open(one):
+            left_s, others = left(), self._reruns(one)
+            lightest = lighter(standing.solving, standing.wishes, one, left_s, standing.best_s, others)
+            if lightest is not None:
+                standing.solved.append(lightest)
+                found.append(lightest)
+            step_s = (one if lightest is None else lightest).step_s
+            self._off[alike] = max(self._off.get(alike, 0.0), step_s / hoped_s)
+        self._bound_as_open(found)
+        return standing.best_s < before_s
+
+    def _bound_as_open(self, solved: Sequence[Solved]) -> None:
+        """Give trials that may become others which recompute less the bounds of all these."""
+        for one in solved:
+            if self.standing.is_open(one):
                 own = one.solution.bound_s if isinstance(one.trial.recompute, str) else inf
-                bound = min(own, standing.lightest_s(one.trial))
-                one.solution = replace(one.solution, bound_s=bound)
+                one.solution = replace(one.solution, bound_s=min(own, self.standing.lightest_s(one.trial)))
 
     def _reruns(self, one: Solved) -> list[Pipelined]:
         """Return a pipeline in other schedules, each that fits."""

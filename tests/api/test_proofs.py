@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -105,10 +106,10 @@ def planned_in_little_memory() -> Plan:
 def test_part_of_the_time_limit_is_kept_for_proofs(monkeypatch: pytest.MonkeyPatch, proving_s: float):
     whole = planned_in_little_memory()
 
-    def late(outer: Outer) -> None:
+    def late(outer: Outer, left: Callable[[], float]) -> bool:
         monkeypatch.setattr(Standing, "left_s", 0.0)
         monkeypatch.setattr(Standing, "left_to_prove_s", proving_s)
-        lighten(outer)
+        return lighten(outer, left)
 
     lighten = Outer._lighten
     monkeypatch.setattr(Outer, "_lighten", late)
