@@ -139,6 +139,8 @@ def _with_room(solving: Solving, wishes: Wishes, again: Again, one: Solved, left
         table = outcome.pricing.staged(solving.split(trial, wishes, one.pipeline.wanted)).table
     limits = Limits(solving.budget, left_s * _TO_LEAVE_ROOM, max(solving.options.gap, _NEAR), solving.options.seed)
     solution = solve_program(Ilp(reserving(table, amounts, spared_s * trial.microbatches)), limits)
+    if solution.status == "interrupted":
+        raise KeyboardInterrupt
     options = solution.options[:-1]
     # What these layouts leave, as the table knows it, beside what the others do.
     left_bytes = solving.budget - max(room.held_bytes for room in rooms)

@@ -239,14 +239,16 @@ def least_step_s(
     beside.append(np.array([2.0 * (path_s + float(host_s.sum())) + (many - 1) * handing.most_s]))
     room = _held_bytes(blocks, flow, kind, way, stage)
     # Where cores are shared, others compute while one waits.
-    every = (busy, many * blocks.elsewhere_s + beside_all_s if share == 1.0 else 0.0)
+    every_s = many * blocks.elsewhere_s + beside_all_s if share == 1.0 else 0.0
     seconds = (share * np.vstack(less), np.concatenate(beside))
     parts = np.stack([forward, inputs, weight])
     told = None if tight is None else _Told(tight, share * parts, stage, handing.least_s)
-    bounded = _Bounded(kind, stage, *seconds, *every, room / budget_bytes)
+    bounded = _Bounded(kind, stage, *seconds, busy, np.array([every_s]), room / budget_bytes)
     if blocks.moved is not None and share == 1.0:
         has = moving.Columns(kind, stage, rank_of, many * both, many)
-        bounded = _with_moves(bounded, blocks.moved, has, flow, budget_bytes)
+        # While a rank waits for its first value, something may be gathered already.
+        more_s = many * (blocks.elsewhere_s + 2.0 * float(own_s.sum()))
+        bounded = _with_moves(bounded, blocks.moved, has, flow, budget_bytes, more_s)
     least_s = _solved(blocks, bounded, len(flow.moments), told)
     whole_s = share * many * least_of_one_s(np.repeat(least_of_each_s(blocks), blocks.counts), len(flow.moments))
     return max(least_s, whole_s, many * flow.between_two * handing.least_s) if least_s else 0.0
@@ -296,8 +298,8 @@ class _Bounded:
     """[row, column] seconds none of which is more than T, and what transfers add to each."""
 
     busy: Floats
-    busy_more_s: float
-    """[row, column]: what all ranks are busy for together, and how much longer they are."""
+    busy_more_s: Floats
+    """[row, column]: what all ranks are busy for together, and [row] how much longer they are."""
 
     room: Floats
     """[row, column]: none is more than 1."""
@@ -306,8 +308,10 @@ class _Bounded:
     """[row, column]: none is more than 0."""
 
 
-def _with_moves(bounded: _Bounded, moved: Moved, has: moving.Columns, flow: Flow, budget_bytes: float) -> _Bounded:
-    """Return the rows with those of parameters and gradients that are moved."""
+def _with_moves(
+    bounded: _Bounded, moved: Moved, has: moving.Columns, flow: Flow, budget_bytes: float, more_s: float
+) -> _Bounded:
+    """Return the rows with those of parameters and gradients that are moved; `more_s`: what all ranks do besides."""
     flying, own = _in_flight(flow)
     found, (more, gone) = moving.rows(moved, has), moving.held_bytes(moved, has, flying[:, :, 0], own)
     added = np.zeros((len(bounded.less), gone.shape[1]))
@@ -318,7 +322,7 @@ def _with_moves(bounded: _Bounded, moved: Moved, has: moving.Columns, flow: Flow
         np.vstack([np.hstack([bounded.less, added]), found.seconds]),
         np.append(bounded.beside, np.zeros(len(found.seconds))),
         np.vstack([np.hstack([bounded.busy, np.zeros((1, gone.shape[1]))]), work]),
-        bounded.busy_more_s,
+        np.append(bounded.busy_more_s, more_s),
         np.hstack([bounded.room + more / budget_bytes, gone / budget_bytes]),
         found.no_more,
     )
@@ -360,7 +364,7 @@ def _solved(blocks: Fluid, bounded: _Bounded, ranks: int, told: _Told | None) ->
         np.zeros(len(bounded.room) + len(no_more)),
     ])  # fmt: skip
     upper = np.concatenate([
-        blocks.counts, -bounded.beside / scale_s, np.full(len(bounded.busy), -bounded.busy_more_s / scale_s),
+        blocks.counts, -bounded.beside / scale_s, -bounded.busy_more_s / scale_s,
         np.ones(len(bounded.room)), np.zeros(len(no_more)),
     ])  # fmt: skip
     lower = np.concatenate([blocks.counts, np.full(len(upper) - count, -highspy.kHighsInf)])
