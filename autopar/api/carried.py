@@ -51,7 +51,7 @@ class Carried:
         width = prod(axis.size for axis in beside_data(trial))
         parts = shape.shards * shape.width
         sharing, copying = (_axis(trial, role) for role in ("dp_shard", "dp_replicate"))
-        reduced = np.minimum(sizes.term, sizes.total) if count == 1 else sizes.total
+        reduced = np.minimum(count * sizes.term, sizes.total)
         gather = _seconds(links, "all_gather", sharing, sizes.used / width)
         reduce = _seconds(links, "reduce_scatter", sharing, reduced / width)
         # Where nothing is sharded at rest, sums are whole on all ranks, and nothing is gathered.

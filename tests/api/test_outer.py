@@ -426,7 +426,7 @@ def test_with_a_plan_the_whole_program_leaves_half_of_the_time_to_others(
     search.standing.solving.bound = lambda trial, *_: Waiting(trial, Mock(), Mock(), Mock(), 0.5, 0.0)
     search.standing.solving.solve = solve
     search._run_others = lambda _: done.append("others")  # type: ignore[method-assign]
-    search._lighten = lambda: None  # type: ignore[method-assign]
+    search._lighten = lambda _: False  # type: ignore[method-assign]
     monkeypatch.setattr("autopar.api.outer.prove", lambda _: None)
 
     search.run(trials, [Trial((MeshAxis("microbatch", 2), MeshAxis("tp", 4)))])
