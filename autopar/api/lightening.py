@@ -64,13 +64,14 @@ def lighter(
     if not again.paths:
         return None
     ends = time.process_time() + left_s
-    one = _promising(solving, again, _ways(again), one, others)
+    ways = _ways(again)
+    one = _promising(solving, again, ways, one, others)
     best: Solved | None = None
     sure = _SURE
-    for layouts in (_with_room(solving, wishes, again, one, left_s), one):
+    for layouts in (_with_room(solving, wishes, again, ways, one, left_s), one):
         if layouts is not None and layouts.outcome is not None:
             own = again if layouts is one else _again(solving.graph("none", wishes), layouts.outcome)
-            found = _lightened(solving, wishes, own, layouts, ends, best_s, sure)
+            found = _lightened(solving, wishes, own, ways if own is again else _ways(own), layouts, ends, best_s, sure)
             sure = 0
             if found is not None and (best is None or found.step_s < best.step_s):
                 best, best_s = found, min(best_s, found.step_s)
@@ -78,13 +79,12 @@ def lighter(
 
 
 def _lightened(
-    solving: Solving, wishes: Wishes, again: Again, one: Solved, ends: float, best_s: float, sure: int
+    solving: Solving, wishes: Wishes, again: Again, ways: Ways, one: Solved, ends: float, best_s: float, sure: int
 ) -> Solved | None:
     """Return a faster plan in the layouts of a solved trial that recomputes all, which recomputes less.
 
     By `ends`, but for so many tries as are `sure`.
     """
-    ways = _ways(again)
     rooms = _all_rooms(again, one)
     least = max(room.held_bytes for room in rooms)
     low, limit, best = least, float(solving.budget), None
@@ -123,22 +123,23 @@ def _lightened(
     return best
 
 
-def _with_room(solving: Solving, wishes: Wishes, again: Again, one: Solved, left_s: float) -> Solved | None:
+def _with_room(solving: Solving, wishes: Wishes, again: Again, ways: Ways, one: Solved, left_s: float) -> Solved | None:
     """Return a trial that recomputes all in layouts that leave room to recompute less, where that is worth it.
 
-    `again` is of the layouts that are fastest with all recomputed; they take what memory there is.
+    `again` and `ways` are of the layouts that are fastest with all recomputed; they take what memory there is.
     """
     outcome, trial = one.outcome, one.trial
     if outcome is None or left_s <= 0:
         return None
-    rooms, ways = _all_rooms(again, one), _ways(again)
+    rooms = _all_rooms(again, one)
     copies = np.max([room.copies for room in rooms], axis=0) / trial.depth
     amounts, spared_s = worth(ways, copies, float(solving.budget))
     table = outcome.pricing.table
     if one.pipeline is not None:
         table = outcome.pricing.staged(solving.split(trial, wishes, one.pipeline.wanted)).table
     limits = Limits(solving.budget, left_s * _TO_LEAVE_ROOM, max(solving.options.gap, _NEAR), solving.options.seed)
-    solution = solve_program(Ilp(reserving(table, amounts, spared_s * trial.microbatches)), limits)
+    program = Ilp(reserving(table, amounts, spared_s * trial.microbatches))
+    solution = solve_program(program, limits)
     if solution.status == "interrupted":
         raise KeyboardInterrupt
     options = solution.options[:-1]
@@ -148,7 +149,7 @@ def _with_room(solving: Solving, wishes: Wishes, again: Again, one: Solved, left
     known_s = one.solution.objective_s + float(spared_s.max()) * trial.microbatches - spared
     if not options or options == outcome.options or solution.objective_s > (1.0 - limits.gap) * known_s:
         return None
-    priced = Waiting(trial, outcome.links, outcome.pricing, Ilp(table), 0.0, 0.0)
+    priced = Waiting(trial, outcome.links, outcome.pricing, program, 0.0, 0.0)
     solution = replace(solution, options=options)
     if one.pipeline is not None:
         return solving.cut(trial, priced, wishes, solution, [one.pipeline.wanted])
