@@ -18,8 +18,8 @@ from torch import fx
 
 from autopar._torch import TorchDispatchMode, is_fake, pytree, storage_key
 
-_LARGEST = 1 << 24
-"""Numbers of the largest tensor that is computed for an answer."""
+_LARGEST = 1 << 27
+"""Numbers of the largest tensor that is computed for an answer: positions of a batch of as many tokens, a GiB."""
 
 _MOST = 1000
 """Operators that are computed for an answer."""
@@ -41,6 +41,7 @@ def value_of(node: fx.Node) -> torch.Tensor | None:
     if needed is None:
         return None
     values: dict[fx.Node, Any] = {}
+    last = {read: each for each in needed for read in each.all_input_nodes}
     try:
         with torch.no_grad(), _Determined():  # type: ignore[no-untyped-call]
             for each in needed:
@@ -49,6 +50,9 @@ def value_of(node: fx.Node) -> torch.Tensor | None:
                     values[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
                 else:
                     values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
+                for read in each.all_input_nodes:
+                    if last[read] is each and read is not node:
+                        values.pop(read, None)
     except Exception:  # noqa: BLE001 - drawn, undefined, or no operator of real tensors
         return None
     found = values[node]

@@ -57,6 +57,11 @@ def branch(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return h.sum() if at.max() == 3 else h.square().sum()
 
 
+def of_many_tokens(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(4096).expand(8192, 4096)  # a batch as models of hundreds of devices have it
+    return h.mean() if (at.diff() != 1).any() else h.sum()
+
+
 def number(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     sizes = torch.tensor([1, 3])
     first, second = torch.split(h, sizes.tolist(), dim=1)
@@ -78,6 +83,7 @@ SAME: list[Forward] = [
     asks_twice,
     needs_to_be_told_not_to,
     branch,
+    of_many_tokens,
     number,
     written,
 ]
