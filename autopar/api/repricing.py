@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from autopar.api.describing import described
+from autopar.api.merging import with_room
 from autopar.api.pipelining import Pipelined, Wanted, priced_as
-from autopar.api.solving import Solved, Solving, with_room
+from autopar.api.solving import Solved, Solving
 from autopar.api.stale import require_fresh
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links

@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import fx
 
+from autopar.api.merging import with_room
 from autopar.api.microbatching import require_splittable
 from autopar.api.pipelining import Pipelined, Wanted, pipelined, rerun
 from autopar.api.places import Places
@@ -44,6 +45,9 @@ from autopar.strategies.experts import experts, sent_to_experts
 from cost_models.cluster import ClusterSpec
 from cost_models.device import canonical_dtype
 from cost_models.errors import CostModelError
+
+_MISLED = 0.05
+"""Share of a plan's seconds that its table has to lack for layouts to be chosen anew."""
 
 WHY_NOT = {
     "infeasible": "does not fit in memory",
@@ -336,7 +340,7 @@ class Solving:
         fewer and hide less, or travel alone after all: how far a plan is from its table tells where that misled it.
         """
         solution = found.solution
-        as_told = found.step_s * (1.0 - self.options.gap) <= solution.objective_s
+        as_told = found.step_s * (1.0 - max(_MISLED, self.options.gap)) <= solution.objective_s
         if as_told or not one.links.bucket_bytes or left_s <= 0 or one.gap:
             return found
         alone = self._priced(one.trial, wishes, replace(one.links, bucket_bytes=0))  # the same nodes and options
@@ -460,16 +464,6 @@ class Solving:
     def _without_plan(self, one: Waiting, solution: Solution) -> Solved:
         solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
         return Solved(one.trial, solution, why_not=WHY_NOT.get(solution.status, solution.status))
-
-
-def with_room(outcome: Outcome, budget: int) -> Outcome:
-    """Return an outcome whose collectives may hold, to travel together, what memory is left of a budget in bytes."""
-    behind = (each.message.op for each in outcome.messages() if each.mergeable)
-    if not outcome.merges or outcome.microbatches > 1 or all(op == "all_reduce" for op in behind):
-        return outcome
-    spare_bytes = max(0, budget - replace(outcome, merges=False).memory().total)
-    roomy = replace(outcome, spare_bytes=spare_bytes)
-    return roomy if roomy.memory().total <= budget else outcome
 
 
 def ruled_out(trial: Trial, bound_s: float) -> Solved:

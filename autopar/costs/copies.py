@@ -43,13 +43,14 @@ class Copies:
     lives: Lives
     """Of each instance, the positions of the first and of the last moment that a copy is needed."""
 
-    flat: bool = False
-    """Whether they travel in flat buffers."""
+    travels: tuple[str, ...] = ()
+    """Collectives that may travel with others; see `Links.routes`."""
 
     @cached_property
     def routes(self) -> Routes:
         """Return the ways from the layouts that it is made in to those that it is read in."""
-        return self.links.routes(tuple(self.sources), tuple(self.wanted), self.meta, flat=self.flat, order=self._order)
+        wanted = tuple(self.wanted)
+        return self.links.routes(tuple(self.sources), wanted, self.meta, travels=self.travels, order=self._order)
 
     @cached_property
     def _order(self) -> Order:

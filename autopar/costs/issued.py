@@ -36,7 +36,8 @@ class Issued:
     """What is moved, as the rewriter names it: a parameter, or an operator and its module."""
 
     behind: bool = False
-    """Whether it moves a parameter for use, or a gradient to its place: tables price it as part of a larger one."""
+    """Whether it alone moves a parameter for use, or a gradient to its place, by a collective that may travel with
+    others: tables price it as part of a larger one."""
 
     source: Ref | None = None
     """The value that is moved; `None` of a collective inside the operator `at`."""

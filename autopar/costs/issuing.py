@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.costs.buckets import REDUCTIONS
 from autopar.costs.issued import Copy, Issued
+from autopar.costs.links import TRAVELS, Message
 from autopar.costs.moves import copy_read, moved_before, readers, roots_of, settled_by
 from autopar.costs.packing import memory_order
 from autopar.costs.regathers import passes
@@ -61,7 +62,8 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
             for message in messages:
                 yield Issued(
                     message, op.phase, source, behind and not summed and not one, op.name, times, summed,
-                    mergeable=whole, tensor=moved, behind=behind, source=ref, copy=key, readers=read_by,
+                    mergeable=whole, tensor=moved, behind=behind and _travels(messages, ref.op in starts),
+                    source=ref, copy=key, readers=read_by,
                 )  # fmt: skip
             if not behind:
                 yield from _issued_again(outcome, ref, need, key)
@@ -70,6 +72,11 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
             yield Issued(
                 message, op.phase, rep, False, op.name, outcome.microbatches, tensor=op.moved, readers=(op.name,)
             )
+
+
+def _travels(messages: Sequence[Message], of_parameter: bool) -> bool:
+    """Return whether the only collective that moves a parameter, or a gradient, may travel with others."""
+    return len(messages) == 1 and messages[0].op in TRAVELS["prefetch" if of_parameter else "reduction"]
 
 
 def _issued_again(outcome: Outcome, ref: Ref, need: Layout, copy: Copy) -> Iterator[Issued]:
@@ -116,6 +123,7 @@ def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
         for message in messages:
             yield Issued(
                 message, phase, source, overlapped, output.ref.op, times, reduced,
-                mergeable=summed and not early and output.ref in ends, tensor=named.moved, behind=behind,
-                source=output.ref, copy=key, readers=(output.ref.op,) if early else (),
+                mergeable=summed and not early and output.ref in ends, tensor=named.moved,
+                behind=behind and _travels(messages, False), source=output.ref, copy=key,
+                readers=(output.ref.op,) if early else (),
             )  # fmt: skip

@@ -29,6 +29,9 @@ AGAIN = "gathered again"
 _CHUNKS = (1, 2, 4, 8, 16)
 """Chunks of a collective in two levels that are tried."""
 
+TRAVELS = {"prefetch": ("all_gather",), "reduction": ("all_reduce", "reduce_scatter")}
+"""What may travel with others of its kind, of parameters and of gradients, where it is all that moves one of them."""
+
 _SURE = 0.9
 """A collective in two levels is taken where its price is less than this share of the flat one's: prices err, too."""
 
@@ -140,7 +143,7 @@ class Links:
     _known: dict[Message, Price] = field(init=False, default_factory=dict)
     _local: dict[int, float] = field(init=False, default_factory=dict)
     _routes: dict[tuple[object, ...], Routes] = field(init=False, default_factory=dict)
-    _ways: dict[tuple[TensorMeta, bool, Order], dict[tuple[Layout, Layout], Way]] = field(
+    _ways: dict[tuple[TensorMeta, tuple[str, ...], Order], dict[tuple[Layout, Layout], Way]] = field(
         init=False, default_factory=dict
     )
     _steps: dict[tuple[TensorMeta, bool], dict[tuple[Step, Order], _Taken]] = field(init=False, default_factory=dict)
@@ -305,24 +308,27 @@ class Links:
         wanted: tuple[Layout, ...],
         meta: TensorMeta,
         *,
-        flat: bool = False,
+        travels: tuple[str, ...] = (),
         order: Order = (),
     ) -> Routes:
-        """Return the ways from each of `sources` to each of `wanted`, priced, of a value whose memory is in `order`."""
-        key = (sources, wanted, meta, flat, order)
+        """Return the ways from each of `sources` to each of `wanted`, priced, of a value whose memory is in `order`.
+
+        A way that is one collective, one of those that `travels` names, is priced as part of a larger one.
+        """
+        key = (sources, wanted, meta, travels, order)
         if (found := self._routes.get(key)) is None:
-            ways = self._ways.setdefault((meta, flat, order), {})
+            ways = self._ways.setdefault((meta, travels, order), {})
 
             def way(before: Layout, after: Layout) -> Way:
                 """Return how to bring a tensor from one layout to another that differs, priced."""
                 if (known := ways.get((before, after))) is None:
-                    known = ways[before, after] = self._priced(before, after, meta, flat, order)
+                    known = ways[before, after] = self._priced(before, after, meta, travels, order)
                 return known
 
             found = self._routes[key] = Routes.of(sources, wanted, way)
         return found
 
-    def _priced(self, before: Layout, after: Layout, meta: TensorMeta, flat: bool, order: Order) -> Way:
+    def _priced(self, before: Layout, after: Layout, meta: TensorMeta, travels: tuple[str, ...], order: Order) -> Way:
         nowhere = Way((), UNREACHABLE, UNREACHABLE, 0)
         if not is_reachable(before, after):
             return nowhere
@@ -332,6 +338,8 @@ class Links:
             return nowhere
         if any(step.kind == "reduce_scatter" and step.axis == self.whole_axis for step in steps):
             return nowhere
+        moving = [step.kind for step in steps if step.communicates and step.axis >= self.time_axes]
+        flat = bool(travels) and (bool(self.flat_bytes) or (len(moving) == 1 and moving[0] in travels))
         taken = hidable_s = 0.0
         gathering_bytes, known = 0, self._steps.setdefault((meta, flat), {})
         for step in steps:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from autopar.costs import operators
 from autopar.costs.clusters import Cluster, build, gathered_first, gathered_in_phase
 from autopar.costs.copies import Copies
-from autopar.costs.links import UNREACHABLE, Links
+from autopar.costs.links import TRAVELS, UNREACHABLE, Links
 from autopar.costs.liveness import CopyLife, Holdings, gradient_indices, is_term, prefetched
 from autopar.costs.optimizer import optimizer_seconds
 from autopar.costs.regathers import sharers_again
@@ -319,8 +319,9 @@ class Builder:
         sources, layout = self._made(sharing)
         demands, ways = self._needs(sharing)
         wanted, inside = [each for each, _ in ways], np.array([each for _, each in ways])
-        flat = sharing.category != "critical" and bool(self.links.flat_bytes or self.links.bucket_bytes)
-        copies = Copies(self.graph, self.links, sharing.producer, meta, sources, wanted, tuple(lives), flat)
+        together = self.links.flat_bytes or self.links.bucket_bytes
+        travels = TRAVELS.get(sharing.category, ()) if together else ()
+        copies = Copies(self.graph, self.links, sharing.producer, meta, sources, wanted, tuple(lives), travels)
         # What is gathered once is there for all micro-batches.
         kept = starts and sharing.phase == "both" and self._microbatches > 1
         price, hidden, ends = self._prices(sharing, copies, inside, kept=kept)

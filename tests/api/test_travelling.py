@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from autopar.api.merging import with_room
 from autopar.api.solving import Solving
+from autopar.costs.links import Links
+from autopar.costs.outcome import Outcome
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.plan import Plan
+from autopar.ir.tensor import TensorMeta
 from cost_models.cluster import ClusterSpec
 
 DEEP = 24
@@ -143,3 +152,50 @@ def test_no_way_to_run_convolutions_in_16_bits_beats_the_bound_of_the_free_searc
 
     assert free.solver.bound <= min(times) * (1 + 1e-9)
     assert free.estimates.step_time_s <= 1.02 * min(times)
+
+
+_TOGETHER = Links(ClusterSpec.parse("dgx-h100x4"), (8, 4), bucket_bytes=2**30)
+_ALONE = Links(ClusterSpec.parse("dgx-h100x4"), (8, 4))
+
+
+def way_s(links: Links, before: tuple[Placement, ...], after: tuple[Placement, ...], travels: tuple[str, ...]) -> float:
+    return float(links.routes((before,), (after,), TensorMeta((64, 64), "float32"), travels=travels).price_s[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "travels", "together"),
+    [
+        ((Replicate(), Shard(0)), (Replicate(), Replicate()), ("all_gather",), True),
+        ((Partial(), Replicate()), (Shard(0), Replicate()), ("reduce_scatter",), True),
+        ((Shard(0), Shard(1)), (Replicate(), Replicate()), ("all_gather",), False),
+        ((Shard(0), Replicate()), (Shard(1), Replicate()), ("all_gather",), False),
+        ((Shard(0), Replicate()), (Replicate(), Replicate()), ("all_reduce", "reduce_scatter"), False),
+    ],
+    ids=["a gather", "a sum", "two gathers", "an exchange", "what gathers a gradient"],
+)
+def test_only_what_one_collective_moves_is_priced_as_part_of_a_larger_one(
+    before: tuple[Placement, ...], after: tuple[Placement, ...], travels: tuple[str, ...], together: bool
+):
+    priced_s, alone_s = (way_s(links, before, after, travels) for links in (_TOGETHER, _ALONE))
+
+    assert priced_s < 0.1 * alone_s if together else priced_s == alone_s
+
+
+@dataclass(frozen=True)
+class _Merging:
+    """What `with_room` asks of an outcome: here twice what is spare is held, and 10 beside it."""
+
+    spare_bytes: int = 0
+    merges: bool = True
+    microbatches: int = 1
+
+    def messages(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(mergeable=True, message=SimpleNamespace(op="all_gather"))]
+
+    def memory(self) -> SimpleNamespace:
+        return SimpleNamespace(total=10 + 2 * self.spare_bytes * self.merges)
+
+
+@pytest.mark.parametrize(("budget", "spare"), [(10, 0), (90, 40)])
+def test_collectives_may_hold_as_much_as_fits_of_what_is_spare(budget: int, spare: int):
+    assert with_room(cast("Outcome", _Merging()), budget).spare_bytes == spare
