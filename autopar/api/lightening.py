@@ -68,14 +68,14 @@ def lighter(
     one = _promising(solving, again, ways, one, others)
     best: Solved | None = None
     sure = _SURE
-    for layouts in (_with_room(solving, wishes, again, ways, one, left_s), one):
+    for layouts in (_with_room(solving, wishes, again, ways, one, left_s, best_s), one):
         if layouts is not None and layouts.outcome is not None:
             own = again if layouts is one else _again(solving.graph("none", wishes), layouts.outcome)
             found = _lightened(solving, wishes, own, ways if own is again else _ways(own), layouts, ends, best_s, sure)
             sure = 0
             if found is not None and (best is None or found.step_s < best.step_s):
                 best, best_s = found, min(best_s, found.step_s)
-    return best
+    return best if best is not None and best.step_s < one.step_s else None
 
 
 def _lightened(
@@ -123,10 +123,13 @@ def _lightened(
     return best
 
 
-def _with_room(solving: Solving, wishes: Wishes, again: Again, ways: Ways, one: Solved, left_s: float) -> Solved | None:
+def _with_room(
+    solving: Solving, wishes: Wishes, again: Again, ways: Ways, one: Solved, left_s: float, best_s: float
+) -> Solved | None:
     """Return a trial that recomputes all in layouts that leave room to recompute less, where that is worth it.
 
-    `again` and `ways` are of the layouts that are fastest with all recomputed; they take what memory there is.
+    `again` and `ways` are of the layouts that are fastest with all recomputed; they take what memory there is. Not
+    worth it is also what is foreseen to take longer than `best_s` with less recomputed.
     """
     outcome, trial = one.outcome, one.trial
     if outcome is None or left_s <= 0:
@@ -148,6 +151,10 @@ def _with_room(solving: Solving, wishes: Wishes, again: Again, ways: Ways, one: 
     spared = float(np.interp(left_bytes, amounts, spared_s)) * trial.microbatches
     known_s = one.solution.objective_s + float(spared_s.max()) * trial.microbatches - spared
     if not options or options == outcome.options or solution.objective_s > (1.0 - limits.gap) * known_s:
+        return None
+    chosen = cheapest(ways, rooms, float(solving.budget))
+    foreseen_s = one.step_s if chosen is None else _foreseen_s(one, _saved_s(ways, chosen))
+    if foreseen_s * solution.objective_s / known_s >= best_s:
         return None
     priced = Waiting(trial, outcome.links, outcome.pricing, program, 0.0, 0.0)
     solution = replace(solution, options=options)

@@ -31,6 +31,9 @@ _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 _WHOLE = 0.5
 """Share of the time for trials, at most, that the whole program's have while others wait and there is a plan."""
 
+_UNPLANNED = 0.35
+"""Share of the time left for trials that one of several may take to be solved while there is no plan."""
+
 _CLIMBED = 4
 """Trials at most with micro-batches of about the size of the best plan's."""
 
@@ -74,7 +77,7 @@ class Outer:
             if self.standing.mixes:
                 self._lighten(lambda: self.standing.left_s)
                 self._bound_as_open(self.standing.solved)
-            if others or self.standing.mixes:
+            if (others or self.standing.mixes) and not self.standing.is_late:
                 self.progress.phase("prove")
                 self.standing.give_up(self._open(self._between(others)))
                 prove(self.standing)
@@ -244,7 +247,8 @@ class Outer:
     ) -> bool:
         """Solve one of the trials left unless it is no better than the best plan; return whether it was solved.
 
-        It may take what is left of the time where there is no plan, or it is the last one and no `others_wait`.
+        It may take what is left of the time where it is the last one and no `others_wait`, and a third where there is
+        no plan: what takes longer (three axes over 16384 GPUs) is likely not worth it, and others are quick.
         """
         if most <= 0:
             self.standing.solved.append(left_out(one.trial, one.bound_s, "not solved: others looked better"))
@@ -256,8 +260,9 @@ class Outer:
                 self.standing.left.add(one.trial)
             return False
         self.progress.phase(f"solve {left} of {len(self.standing.solved) + left}, best bound first")
-        alone = one.ended and (self.standing.best is None or (left == 1 and not others_wait))
-        room_s = self.standing.left_to_try_s * (1.0 if alone else AT_MOST)
+        last, unplanned = left == 1 and not others_wait, self.standing.best is None
+        share = (1.0 if last else _UNPLANNED if unplanned else AT_MOST) if one.ended else AT_MOST
+        room_s = self.standing.left_to_try_s * share
         found = self.standing.solving.solve(one, self.standing.wishes, self._ways(one.trial), beaten_s, room_s)
         self.standing.solved.append(found)
         if found.solution.status == "interrupted":
@@ -351,7 +356,8 @@ class Outer:
                 break  # the rest of the time is for proofs
             self._lightened.add(one.trial)
             alike, hoped_s = (one.trial.depth > 1, one.trial.microbatches > 1), one.step_s / standing.slack(one.trial)
-            foreseen_s = max(standing.lightest_s(one.trial), self._off.get(alike, 0.0) * hoped_s)
+            least_s = max(standing.lightest_s(one.trial), standing.fluid_of(one.trial).step_s)
+            foreseen_s = max(least_s, self._off.get(alike, 0.0) * hoped_s)
             if foreseen_s >= standing.best_s * (1.0 - standing.solving.options.gap):
                 continue
             self.progress.phase("recompute less")
@@ -377,5 +383,6 @@ class Outer:
         if one.pipeline is None or not self.standing.wishes.schedule_is_open:
             return []
         ways = dict.fromkeys([self.standing.wishes.wanted(one.trial.depth), *self.standing.other_schedules(one.trial)])
-        found = (self.standing.solving.recut(one, [each]) for each in ways if each != one.pipeline.wanted)
+        worth = (each for each in ways if not self.standing.is_good(self.standing.fluid_by(one.trial, each)))
+        found = (self.standing.solving.recut(one, [each]) for each in worth if each != one.pipeline.wanted)
         return [each for each in found if each is not None]

@@ -57,23 +57,27 @@ def overlapped(
         return Overlapped(replace(outcome, merges=on).decisions(mesh, degrees), estimates)
     plain = replace(outcome, merges=False)
     if not on:
-        return _described(plain, mesh, degrees, estimates, None)
+        return _described(plain, mesh, degrees, estimates, _tasks(plain, mesh), None)
     spare_bytes = max(0, estimates.memory_budget_bytes - plain.memory().total)
     for merging in (replace(outcome, spare_bytes=spare_bytes), outcome, plain):
-        tasks = _tasks(merging, mesh)
         left_bytes = estimates.memory_budget_bytes - merging.memory().total
         if left_bytes >= 0:
             break
+    tasks = _tasks(merging, mesh)
     found = schedule(tasks, replay, held_bytes, peak_bytes(tasks, range(len(tasks))) + max(0, left_bytes))
-    return _described(merging, mesh, degrees, estimates, found)
+    return _described(merging, mesh, degrees, estimates, tasks, found)
 
 
 def _described(
-    outcome: Outcome, mesh: Mesh, degrees: Mapping[str, int], estimates: Estimates, found: Scheduled | None
+    outcome: Outcome,
+    mesh: Mesh,
+    degrees: Mapping[str, int],
+    estimates: Estimates,
+    tasks: tuple[Task, ...],
+    found: Scheduled | None,
 ) -> Overlapped:
-    """Return the decisions that a schedule stands for, and what is predicted of the step that follows it."""
+    """Return the decisions that a schedule of tasks stands for, and what is predicted of the step that follows it."""
     decisions = outcome.decisions(mesh, degrees)
-    tasks = _tasks(outcome, mesh)
     order = range(len(tasks)) if found is None else found.order
     streams = {} if found is None else own_streams(tasks, order)
     tasks = tuple(on_streams(tasks, streams))

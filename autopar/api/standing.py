@@ -103,6 +103,11 @@ class Standing:
         """Return what is left of all of it."""
         return self.solving.options.time_limit - (time.process_time() - self.started)
 
+    @property
+    def is_late(self) -> bool:
+        """Return whether time ended trials, and there is no plan."""
+        return self.best is None and any(one.solution.status == "time_limit" for one in self.solved)
+
     def too_large(self, trial: Trial) -> str | None:
         """Return why a trial cannot fit, by what its average rank holds; `None` if it may."""
         rough, budget = self.solving.rough(trial.recompute, self.wishes), self.solving.mean_budget(trial.depth)
@@ -196,6 +201,10 @@ class Standing:
         if trial not in self._fluid:
             self._fluid[trial] = self._best_fluid(trial, None)
         return self._fluid[trial]
+
+    def fluid_by(self, trial: Trial, wanted: Wanted) -> float:
+        """Return the seconds that a trial's blocks take at least as a fluid that is run by one schedule."""
+        return self._proofs.best(trial, [wanted], self.estimates.microbatch_s(trial)).step_s
 
     def tighten(self, trial: Trial) -> None:
         """Bound a trial's fluid by what waits for what in its schedules, too, as far as it takes to be good."""

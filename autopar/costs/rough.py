@@ -330,16 +330,35 @@ class Rough:
         return microbatch.own_s + microbatch.experts_s + casts_s + sums_s
 
     def _steps_s(self, shape: Shape, microbatch_s: float, sharding: Sharding, runs: Sequence[Run]) -> list[float]:
+        """Return a step's seconds by each run: collectives go by blocks, or all in one behind which nothing is left.
+
+        That one holds whatever it gathers whole. With micro-batches, what is gathered and scattered goes one by one.
+        """
+        if shape.microbatches > 1:
+            return self._steps_by_s(shape, microbatch_s, sharding, runs, self._matrices)
+        found = self._steps_by_s(shape, microbatch_s, sharding, runs, (self.blocks, self.blocks))
+        if sharding.parameters:
+            return found
+        return list(map(min, found, self._steps_by_s(shape, microbatch_s, sharding, runs, (0, 0))))
+
+    def _steps_by_s(
+        self, shape: Shape, microbatch_s: float, sharding: Sharding, runs: Sequence[Run], calls: tuple[int, int]
+    ) -> list[float]:
+        """Return the same by so many calls of all stages, and of experts' parameters; 0: by one of each stage."""
         # Sums over micro-batches are reduced when all are there; gradients of each, or of the only one, as they come.
         comes = sharding.gradients or shape.microbatches == 1
         reduced_bytes = self._term_bytes if comes else self._gradient_bytes
-        reduce_s, hidable_s = self._moved_s(shape, reduced_bytes, "reduce_scatter" if sharding.state else "all_reduce")
+        op = "reduce_scatter" if sharding.state else "all_reduce"
+        by = (0, 0) if op == "all_reduce" and shape.microbatches > 1 else calls
+        reduce_s, hidable_s = self._moved_s(shape, reduced_bytes, op, by)
         times = shape.microbatches if comes else 0
         behind_s, hidable_s, reduce_s = times * reduce_s, times * hidable_s, 0.0 if comes else reduce_s
         if sharding.state:
-            once = self._moved_s(shape, self._gathered_bytes, "all_gather")
+            once = self._moved_s(shape, self._gathered_bytes, "all_gather", calls)
             times = 2 * shape.microbatches if sharding.parameters else 1
             behind_s, hidable_s = behind_s + times * once[0], hidable_s + times * once[1]
+        if not any(calls):
+            hidable_s = 0.0
         busy = shape.microbatches * microbatch_s * self.busiest_share(shape.depth)
         # Ranks that share cores are faster while others wait; but all their work has to be done on these cores.
         share, work_s = self.cluster.share, shape.microbatches * microbatch_s / shape.depth
@@ -347,7 +366,7 @@ class Rough:
         shown_s = behind_s - hidable_s + reduce_s
         return [max(work_s, share * (busy + bubble_s), hidable_s + share * bubble_s) + shown_s for bubble_s in bubbles]
 
-    def _moved_s(self, shape: Shape, nbytes: float, op: str) -> tuple[float, float]:
+    def _moved_s(self, shape: Shape, nbytes: float, op: str, calls: tuple[int, int]) -> tuple[float, float]:
         """Return the seconds to reduce all gradients, or to gather all parameters, and how many of them can hide.
 
         Gradients are reduced along ranks that may share parameters first, and what these are left with along others.
@@ -355,16 +374,23 @@ class Rough:
         own, theirs = shape.depth * shape.width, self._share_of_experts if shape.experts > 1 else 0.0
         across = shape.replicas // shape.shards
         taken = hidable = 0.0
-        for share, experts in ((1.0 - theirs, 1), (theirs, shape.experts)):
+        for share, experts, all_calls in ((1.0 - theirs, 1, calls[0]), (theirs, shape.experts, calls[1])):
             links = Links(self.cluster, (shape.depth, across, shape.shards // experts, experts * shape.width))
-            mine = share * nbytes / (own * experts)
-            messages = [Message(op, 2, round(mine))]
+            mine, times = share * nbytes / (own * experts), max(1.0, all_calls / shape.depth)
+            messages = [Message(op, 2, round(mine / times))]
             if op != "all_gather":
                 left = mine * experts / shape.shards if op == "reduce_scatter" else mine
-                messages.append(Message("all_reduce", 1, round(left)))
-            taken += sum(map(links.message_s, messages))
-            hidable += sum(map(links.hidable_s, messages))
+                messages.append(Message("all_reduce", 1, round(left / times)))
+            taken += times * sum(map(links.message_s, messages))
+            hidable += times * sum(map(links.hidable_s, messages))
         return taken, hidable
+
+    @cached_property
+    def _matrices(self) -> tuple[int, int]:
+        """Return how many parameters of several dimensions there are, and how many of these are experts'."""
+        metas = [(op.outputs[0], op.target in self.of_experts) for op in self.graph.ops if op.kind == "parameter"]
+        found = [theirs for meta, theirs in metas if meta is not None and len(meta.shape) > 1]
+        return len(found), sum(found)
 
     def _exchanges_s(self, shape: Shape) -> float:
         """Return what a micro-batch's tokens take on their ways to experts and back, in both passes."""

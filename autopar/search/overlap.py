@@ -244,7 +244,7 @@ def _beside(
     stalls: dict[int, float] = {}
     for index, start_s, end_s in found.waits:
         stalls[tasks[index].kind] = stalls.get(tasks[index].kind, 0.0) + end_s - start_s
-    readers = _readers(tasks)
+    readers, before = _readers(tasks), (best, found)
     for kind in sorted(stalls, key=lambda each: (-stalls[each], each)):
         waits = [(index, end_s - start_s) for index, start_s, end_s in found.waits if tasks[index].kind == kind]
         given = best
@@ -256,9 +256,9 @@ def _beside(
                 continue
             tried = simulate(tasks, line.order)
             faster = tried.step_s < found.step_s * (1.0 - _WORTH)
-            if faster and tried.peak_bytes <= limit and not breaks(tasks, line.order):
+            if faster and tried.peak_bytes <= limit:
                 best, found = Scheduled(tuple(line.order), given.ahead, deferred), tried
-    return best, found
+    return before if breaks(tasks, best.order) else (best, found)
 
 
 _AT_THE_END = (1.0, 0.5, 0.25, 0.125)

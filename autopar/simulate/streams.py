@@ -17,7 +17,71 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.ir.tasks import Task
+import numpy as np
+
+from autopar.ir.table import Bools, Ints
+from autopar.ir.tasks import COMPUTE, Task
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """What every order of some tasks is asked of them."""
+
+    awaited: list[tuple[int, ...]]
+    """Of each task, the collectives whose results it reads."""
+
+    communicates: Bools
+    owner: Ints
+    """Of each task, the one whose memory its result is."""
+
+    reader: Ints
+    read: Ints
+    """Of each task and what it reads, itself among it: who reads, and whose memory."""
+
+    kept: Ints
+    """Whose memory outlives the step."""
+
+    makes: Ints
+    """Who makes memory."""
+
+    makes_bytes: Ints
+    beside_bytes: Ints
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> _Laid:
+        communicates = [task.communicates for task in tasks]
+        owner = list(range(len(tasks)))
+        for index, task in enumerate(tasks):
+            if task.memory_of is not None:
+                owner[index] = owner[task.memory_of]
+        reads = [(index, owner[read]) for index, task in enumerate(tasks) for read in (*task.reads, index)]
+        pairs = np.array(reads, dtype=np.int64).reshape(len(reads), 2)
+        makes = [index for index, task in enumerate(tasks) if task.makes_bytes and owner[index] == index]
+        return cls(
+            [tuple(read for read in task.reads if communicates[read]) for task in tasks],
+            np.array(communicates, dtype=np.bool_),
+            np.array(owner, dtype=np.int64),
+            pairs[:, 0],
+            pairs[:, 1],
+            np.array([owner[index] for index, task in enumerate(tasks) if task.kept], dtype=np.int64),
+            np.array(makes, dtype=np.int64),
+            np.array([tasks[index].makes_bytes for index in makes], dtype=np.int64),
+            np.array([task.beside_bytes for task in tasks], dtype=np.int64),
+        )
+
+
+_last: list[tuple[Sequence[Task], _Laid]] = []
+"""The tasks that were asked about last: a schedule is found by asking about one order after another of the same."""
+
+
+def _laid(tasks: Sequence[Task]) -> _Laid:
+    known = _last[0] if _last else None
+    if known is not None and known[0] is tasks:
+        return known[1]
+    found = _Laid.of(tasks)
+    if isinstance(tasks, tuple):  # what may change is not remembered
+        _last[:] = [(tasks, found)]
+    return found
 
 
 @dataclass(frozen=True)
@@ -101,23 +165,22 @@ def replay(tasks: Sequence[Task], order: Sequence[int]) -> Replay:
             waits.append((index, now, done))
             now = done
 
+    awaited = _laid(tasks).awaited
     for index in order:
+        for read in awaited[index]:
+            wait(read)
         task = tasks[index]
-        for read in task.reads:
-            if tasks[read].communicates:
-                wait(read)
-        if task.communicates:
-            start[index] = now
+        start[index] = now
+        if task.stream != COMPUTE:
             begun = now + task.issue_s - task.within_s
             now += task.issue_s
             exposed[index] += task.issue_s
             links.setdefault(task.link, _Link(end)).issue(index, task.stream, begun, task.seconds)
         else:
-            start[index] = now
             now += task.seconds
             end[index] = now
     for index in order:
-        if tasks[index].communicates:
+        if tasks[index].stream != COMPUTE:
             wait(index)
     return Replay(tasks, tuple(order), tuple(start), tuple(end), tuple(exposed), tuple(waits), now)
 
@@ -129,30 +192,20 @@ def peak_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
 
 def held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> list[int]:
     """Return the bytes held while each task of the order runs."""
-    owner = list(range(len(tasks)))
-    for index in sorted(range(len(tasks))):
-        base = tasks[index].memory_of
-        if base is not None:
-            owner[index] = owner[base]
-    place = {index: at for at, index in enumerate(order)}
-    last = [place[index] for index in range(len(tasks))]
-    for index, task in enumerate(tasks):
-        for read in (*task.reads, index):
-            last[owner[read]] = max(last[owner[read]], place[index])
-        if task.kept:
-            last[owner[index]] = len(order)
-    change = [0] * (len(order) + 2)
-    for index, task in enumerate(tasks):
-        if task.makes_bytes and owner[index] == index:
-            change[place[index]] += task.makes_bytes
-            change[min(last[index], len(order)) + 1] -= task.makes_bytes
-    held, curve = 0, []
-    latest, beside = -1, tasks[order[0]].beside_bytes if order else 0
-    for at, index in enumerate(order):
-        held += change[at]
-        task = tasks[index]
-        if index > latest and not task.communicates:
-            latest, beside = index, task.beside_bytes
-        # What was deferred past others has what is beside these: not what was there where it came from.
-        curve.append(held + min(beside, task.beside_bytes))
+    if not tasks:
+        return []
+    laid, count = _laid(tasks), len(tasks)
+    places = np.array(order, dtype=np.int64)
+    place = np.empty(count, dtype=np.int64)
+    place[places] = np.arange(count)
+    last = place.copy()
+    np.maximum.at(last, laid.read, place[laid.reader])
+    last[laid.kept] = count
+    change = np.zeros(count + 2, dtype=np.int64)
+    np.add.at(change, place[laid.makes], laid.makes_bytes)
+    np.subtract.at(change, last[laid.makes] + 1, laid.makes_bytes)
+    # What was deferred past others has what is beside these: not what was there where it came from.
+    latest = np.maximum.accumulate(np.where(laid.communicates[places], -1, places))
+    beside = laid.beside_bytes[np.where(latest >= 0, latest, places[0])]
+    curve: list[int] = (change.cumsum()[:count] + np.minimum(beside, laid.beside_bytes[places])).tolist()
     return curve

@@ -181,6 +181,19 @@ def test_estimates_know_over_which_links_gradients_travel(axes: dict[Role, int])
     assert 0.7 < likely_s / step_s(found, trial) < 1.4
 
 
+@pytest.mark.parametrize("latency", ["100us", "1ms", "20ms"])
+def test_estimates_know_that_calls_take_their_latency(latency: str):
+    """Blocks hide what others move, if each has a call of its own; where latency is most of a step, there is one."""
+    nic = {"bandwidth": "400Gbit/s", "latency": latency}
+    spec = {**HOSTS, "nodes": {"n": {**HOSTS["nodes"]["n"], "nic": nic}}}
+    found = estimates(EIGHT_BLOCKS, ClusterSpec.from_dict(spec))
+    trial = Trial((MeshAxis("dp_shard", 8),))
+
+    likely_s = found.of([trial], fits=True)[trial]
+
+    assert 0.7 < likely_s / step_s(found, trial) < 1.4
+
+
 def test_estimates_know_that_experts_gradients_stay_with_their_ranks_and_that_tokens_travel():
     found = estimates(EXPERTS, ClusterSpec.from_dict(HOSTS))
     split, together = (Trial((MeshAxis("dp_shard", 8 // size), MeshAxis("ep", size))) for size in (2, 4))

@@ -433,3 +433,29 @@ def test_with_a_plan_the_whole_program_leaves_half_of_the_time_to_others(
 
     assert done == order
     assert rooms[-1] == pytest.approx(last_room_s)
+
+
+def test_without_a_plan_one_of_several_leaves_most_of_the_time_to_others_and_nothing_is_proven(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What takes all the time and finds nothing would leave none for those that are quick."""
+    monkeypatch.setattr("time.process_time", lambda: 0.0)
+    search, rooms = outer(time_limit=1000), []
+    search.standing.started = 0.0
+
+    def solve(one: Waiting, *more: object) -> Solved:
+        rooms.append(more[-1])
+        return Solved(one.trial, Solution("time_limit", (), inf, one.bound_s))
+
+    search.standing.solving = Mock(wraps=search.standing.solving)
+    search.standing.solving.options = PlanOptions.parse(time_limit=1000)
+    search.standing.solving.program.batch_size = 16
+    search.standing.solving.bound = lambda trial, *_: Waiting(trial, Mock(), Mock(), Mock(), 0.5, 0.0)
+    search.standing.solving.solve = solve
+    search._run_others = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr("autopar.api.outer.prove", lambda _: rooms.append("proven"))
+
+    search.run([Trial((MeshAxis(role, 4),)) for role in ("dp_shard", "tp")], [Trial((MeshAxis("tp", 4),), depth=2)])
+
+    assert search.standing.is_late
+    assert rooms == [pytest.approx(0.35 * 800), pytest.approx(0.35 * 800)]  # others wait for what is left

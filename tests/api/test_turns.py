@@ -43,7 +43,11 @@ def test_a_kind_whose_plans_were_faster_than_estimated_comes_no_earlier():
 def test_trials_on_more_axes_come_later():
     one, two = _sharded(8), Trial((MeshAxis("dp_replicate", 2), MeshAxis("dp_shard", 4)))
 
-    assert turn_s(one, 1.0, {}) < turn_s(two, 1.0, {})
+    three = Trial((MeshAxis("dp_shard", 2), MeshAxis("cp", 2), MeshAxis("tp", 2)))
+
+    first, second, third = (turn_s(each, 1.0, {}) for each in (one, two, three))
+    assert first < second < third
+    assert third - second > 2 * (second - first)  # these take several times as long to relax
 
 
 def _cut(depth: int, microbatches: int) -> Trial:

@@ -208,6 +208,44 @@ def test_what_is_beside_a_task_stays_where_it_was_deferred_from():
     assert held_bytes(tasks, (1, 2, 0)) == [10, 10, 11]
 
 
+def counted(tasks: list[Task], order: list[int]) -> list[int]:
+    """Return what `held_bytes` does, task by task."""
+    owner, curve, latest, beside = list(range(len(tasks))), [], -1, tasks[order[0]].beside_bytes
+    for index, task in enumerate(tasks):
+        owner[index] = index if task.memory_of is None else owner[task.memory_of]
+    for at, index in enumerate(order):
+        task = tasks[index]
+        if index > latest and not task.communicates:
+            latest, beside = index, task.beside_bytes
+        held = min(beside, task.beside_bytes)
+        for one in order[: at + 1]:
+            mine = [each for each in range(len(tasks)) if owner[each] == one]
+            later = any({one, *mine} & {*tasks[each].reads, each} for each in order[at:])
+            kept = any(tasks[each].kept for each in mine)
+            held += tasks[one].makes_bytes if owner[one] == one and (later or kept) else 0
+        curve.append(held)
+    return curve
+
+
+@given(steps(), st.data())
+def test_what_is_held_is_what_a_count_of_each_task_finds(tasks: list[Task], data: st.DataObject):
+    views = data.draw(st.lists(st.booleans(), min_size=len(tasks), max_size=len(tasks)))
+    kept = data.draw(st.sets(st.integers(0, len(tasks) - 1)))
+    beside = data.draw(st.lists(st.integers(-5, 50), min_size=len(tasks), max_size=len(tasks)))
+    tasks = [
+        replace(
+            task,
+            memory_of=task.reads[0] if view and task.reads else None,
+            kept=index in kept,
+            beside_bytes=size,
+        )
+        for index, (task, view, size) in enumerate(zip(tasks, views, beside, strict=True))
+    ]
+
+    for order in (list(range(len(tasks))), list(schedule(tasks, replay, held_bytes, 10**9).order)):
+        assert held_bytes(tasks, order) == counted(tasks, order)
+
+
 @given(steps(), st.integers(0, 23), st.integers(0, 24))
 def test_what_follows_from_a_task_is_what_a_look_at_all_behind_it_finds(tasks: list[Task], first: int, end: int):
     first = min(first, len(tasks) - 1)
