@@ -101,6 +101,7 @@ _FALCON_40B = {
     "hidden_size": "8192", "num_hidden_layers": "60", "num_attention_heads": "128", "num_kv_heads": "8",
     "new_decoder_architecture": "true",
 }  # fmt: skip
+_530B = {"layers": "105", "hidden": "20480", "heads": "128"}
 _BLOOM_7B = {"hidden_size": "4096", "n_layer": "30", "n_head": "32"}
 
 POINTS = {
@@ -189,7 +190,18 @@ BLIND = {
 }
 """Points that were all written down before any of them was planned: nothing was mended for one of them."""
 
-POINTS |= BLIND
+LARGE = {
+    "405b-16384h100": Point("zoo:llama3-405b", "dgx-h100x2048", 2048, 8192, tp=8, pps=(16,), sizes=(1,)),
+    "405b-2048h100": Point("zoo:llama3-405b", "dgx-h100x256", 1024, 8192, tp=8, pps=(8, 16), sizes=(1,)),
+    "70b-2048h100": Point("zoo:llama3-70b", "dgx-h100x256", 2048, 8192, tp=8, pps=(4,), sizes=(1,)),
+    "70b-4096a100": Point("zoo:llama3-70b", "dgx-a100-80gbx512", 1024, 4096, tp=8, pps=(4,), sizes=(1,)),
+    "gpt175b-3072a100": Point("zoo:gpt3-175b", "dgx-a100-80gbx384", 1536, 2048, tp=8, pps=(8,), sizes=(1,)),
+    "gpt530b-2240a100": Point("zoo:gpt3-175b", "dgx-a100-80gbx280", 1920, 2048, tp=8, pps=(35,), sizes=(1,), set=_530B),
+    "deepseekv3-2048h100": Point("hf:deepseek_v3", "dgx-h100x256", 8192, 4096, tp=8, eps=(8, 64), sizes=(1,)),
+}
+"""Thousands of devices."""
+
+POINTS |= BLIND | LARGE
 
 
 def unet(batch: int = 64) -> Any:

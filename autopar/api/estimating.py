@@ -30,8 +30,9 @@ from cost_models.errors import CostModelError
 _SAMPLED = 2
 """Micro-batch sizes for each width whose seconds are computed; those between are interpolated."""
 
-_SHARE = 0.4
-"""Share of the time left after which estimates of further widths are taken from those of the others."""
+_SHARE, _AGAIN_SHARE = 0.4, 0.15
+"""Share of the time left after which estimates of further widths are taken from those of the others, and what
+recomputation adds to them is."""
 
 
 @dataclass
@@ -66,6 +67,9 @@ class Estimates:
     _kept_s: float = field(init=False, default=0.0)
     """What estimates leave of the time limit."""
 
+    _kept_of_again_s: float = field(init=False, default=0.0)
+    """The same of what recomputation adds."""
+
     @property
     def solving(self) -> Solving:
         """Return what solves trials."""
@@ -81,7 +85,9 @@ class Estimates:
 
         `fits`: something is known to fit with nothing recomputed, so that estimates of recomputing matter little.
         """
-        self._kept_s = (1.0 - _SHARE) * max(self.left_s(), 0.0)
+        self._kept_s, self._kept_of_again_s = (
+            (1.0 - each) * max(self.left_s(), 0.0) for each in (_SHARE, _AGAIN_SHARE)
+        )
         wanted: dict[int, set[int]] = {}
         for trial in (each for one in trials for each in self._settled(one)):
             wanted.setdefault(shape_of(trial).width, set()).add(self._size(trial))
@@ -267,6 +273,12 @@ class Estimates:
         key = (recompute, width, size)
         if key not in self._taken:
             known = [each for each, found in self._taken.items() if sum(found) < inf]
+            if recompute != "none" and self.left_s() < self._kept_of_again_s:
+                again = [each for each in known if each[0] == recompute and ("none", *each[1:]) in known]
+                if again:
+                    like = min(again, key=lambda each: abs(log(each[1] / width)))
+                    more = self._taken[like].over(self._taken["none", like[1], like[2]])
+                    return self._computed("none", width, size).times(more)
             if known and self.left_s() < self._kept_s:
                 return self._scaled(key, known)
             trial = tensor_parallel(self.solving.program.batch_size, size, width, recompute)

@@ -28,6 +28,11 @@ from autopar.search.trials import Recompute, Trial, near_sizes, other_sizes
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
 
+_FIRST, _SLOW = 2, 0.25
+"""The latter while there is no plan, where what came before took more than this share of the time: of a program that is
+slow to look at, any plan comes first.
+"""
+
 _WHOLE = 0.5
 """Share of the time for trials, at most, that the whole program's have while others wait and there is a plan."""
 
@@ -123,7 +128,7 @@ class Outer:
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.standing.left_to_try_s > 0:
             chunk: list[Trial] = []
-            while queue and len(chunk) < _CHUNK:
+            while queue and len(chunk) < (_FIRST if self._is_slow else _CHUNK):
                 trial = queue.pop(0)
                 if self.standing.is_hopeless(trial):
                     self.standing.give_up([trial])
@@ -139,6 +144,11 @@ class Outer:
         self._look_again(_RELAXED - relaxed, _SOLVED - solutions)
         self._climb()
         self._refine()
+
+    @property
+    def _is_slow(self) -> bool:
+        limit_s = self.standing.solving.options.time_limit
+        return self.standing.best is None and self.standing.left_to_prove_s < (1.0 - _SLOW) * limit_s
 
     def _look_again(self, relaxed: int, solutions: int) -> None:
         """Try what only estimates were against, of that which no bound is against, while numbers and time last.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
@@ -124,6 +124,9 @@ class Rough:
 
     exchanged_bytes: float = 0.0
     """What experts are sent of all samples, whole; as much comes back, and both again in backward."""
+
+    _links: dict[tuple[int, ...], Links] = field(init=False, compare=False, default_factory=dict)
+    """Of meshes that were asked about."""
 
     @cached_property
     def work(self) -> float:
@@ -375,7 +378,7 @@ class Rough:
         across = shape.replicas // shape.shards
         taken = hidable = 0.0
         for share, experts, all_calls in ((1.0 - theirs, 1, calls[0]), (theirs, shape.experts, calls[1])):
-            links = Links(self.cluster, (shape.depth, across, shape.shards // experts, experts * shape.width))
+            links = self._links_of(shape.depth, across, shape.shards // experts, experts * shape.width)
             mine, times = share * nbytes / (own * experts), max(1.0, all_calls / shape.depth)
             messages = [Message(op, 2, round(mine / times))]
             if op != "all_gather":
@@ -384,6 +387,11 @@ class Rough:
             taken += times * sum(map(links.message_s, messages))
             hidable += times * sum(map(links.hidable_s, messages))
         return taken, hidable
+
+    def _links_of(self, *sizes: int) -> Links:
+        if sizes not in self._links:
+            self._links[sizes] = Links(self.cluster, sizes)
+        return self._links[sizes]
 
     @cached_property
     def _matrices(self) -> tuple[int, int]:
@@ -397,7 +405,8 @@ class Rough:
         if shape.experts == 1:
             return 0.0
         shards = shape.shards // shape.experts
-        links = Links(self.cluster, (shape.depth, shape.replicas // shape.shards, shards, shape.experts, shape.width))
+        across = shape.replicas // shape.shards
+        links = self._links_of(shape.depth, across, shards, shape.experts, shape.width)
         sent = self.exchanged_bytes / (shape.microbatches * shape.replicas * shape.width)
         return 4.0 * links.message_s(Message("all_to_all", 3, round(sent)))
 

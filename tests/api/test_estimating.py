@@ -152,6 +152,21 @@ def test_widths_that_time_is_too_short_for_are_estimated_with_their_collectives(
     assert scaled > near[inside]
 
 
+def test_what_recomputation_adds_is_taken_from_other_widths_where_time_is_short():
+    """Recomputing takes longer than not to, with the collectives of the width, of which one rank alone says nothing."""
+    found = estimates(MANY_SAMPLES)
+    for way, width in (("none", 1), ("full", 1), ("none", 4)):
+        found._computed(way, width, 2048)
+    found._kept_s = found._kept_of_again_s = inf
+
+    alone, again, plain = (
+        found._computed(way, width, 2048).own_s for way, width in (("full", 1), ("full", 4), ("none", 4))
+    )
+
+    assert ("full", 4, 2048) not in found._taken
+    assert again / plain == pytest.approx(alone / found._computed("none", 1, 2048).own_s)
+
+
 def test_who_computes_alone_waits_for_nobody_however_times_are_rounded():
     """Three times a time over three may be less than the time, and the rest was taken for that of collectives."""
     seconds = next(x / 1000 for x in range(1, 1000) if x / 1000 * 3 / 3 < x / 1000)
