@@ -17,5 +17,6 @@ def with_room(outcome: Outcome, budget: int) -> Outcome:
         return outcome
     spare_bytes = max(0, budget - replace(outcome, merges=False).memory().total)
     # What two runs hold is not all of it: each delays what would have been over by then.
-    rooms = (replace(outcome, spare_bytes=spare_bytes >> times) for times in range(_HALVED))
+    halves = dict.fromkeys(spare_bytes >> times for times in range(_HALVED))
+    rooms = (replace(outcome, spare_bytes=each) for each in halves)
     return next((roomy for roomy in rooms if roomy.memory().total <= budget), outcome)

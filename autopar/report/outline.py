@@ -50,7 +50,7 @@ def summary(plan: Plan) -> str:
 _ENDED = {
     "optimal": " (optimal)",
     "gap": "",
-    "time_limit": " (at the time limit)",
+    "time_limit": " (at the time limit: a longer one looks further)",
     "interrupted": " (interrupted)",
 }
 """What is said of the way that a search ended, behind its gap."""
