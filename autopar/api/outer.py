@@ -28,10 +28,9 @@ from autopar.search.trials import Recompute, Trial, near_sizes, other_sizes
 _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
 
-_FIRST, _SLOW = 2, 0.25
+_FIRST, _SLOW = 2, 0.2
 """The latter while there is no plan, where what came before took more than this share of the time: of a program that is
-slow to look at, any plan comes first.
-"""
+slow to look at, any plan comes first."""
 
 _WHOLE = 0.5
 """Share of the time for trials, at most, that the whole program's have while others wait and there is a plan."""
@@ -124,11 +123,15 @@ class Outer:
         left = self._open(others)
         self.progress.phase(f"estimate {len(left)} trials")
         self.standing.likely = self.standing.estimates.of(left, fits=self.standing.best is not None)
+        self.standing.is_short = (
+            self.standing.left_to_prove_s < (1.0 - _SLOW) * self.standing.solving.options.time_limit
+        )
         queue = alternating(varied(sorted(left, key=self.standing.turn_s)))
         relaxed = solutions = 0
         while queue and relaxed < _RELAXED and solutions < _SOLVED and self.standing.left_to_try_s > 0:
             chunk: list[Trial] = []
-            while queue and len(chunk) < (_FIRST if self._is_slow else _CHUNK):
+            hasty = self.standing.is_short and self.standing.best is None
+            while queue and len(chunk) < (_FIRST if hasty else _CHUNK):
                 trial = queue.pop(0)
                 if self.standing.is_hopeless(trial):
                     self.standing.give_up([trial])
@@ -136,19 +139,13 @@ class Outer:
                     self.standing.solved.append(ruled_out(trial, bound_s))
                 else:
                     chunk.append(trial)
-            done = self._best_first(
-                chunk, f"bound stages and micro-batches, {relaxed} of {len(left)}", _SOLVED - solutions
-            )
+            phase = f"bound stages and micro-batches, {relaxed} of {len(left)}"
+            done = self._best_first(chunk, phase, _SOLVED - solutions, queued=bool(queue))
             relaxed, solutions = relaxed + done[0], solutions + done[1]
         self.standing.give_up(queue)
         self._look_again(_RELAXED - relaxed, _SOLVED - solutions)
         self._climb()
         self._refine()
-
-    @property
-    def _is_slow(self) -> bool:
-        limit_s = self.standing.solving.options.time_limit
-        return self.standing.best is None and self.standing.left_to_prove_s < (1.0 - _SLOW) * limit_s
 
     def _look_again(self, relaxed: int, solutions: int) -> None:
         """Try what only estimates were against, of that which no bound is against, while numbers and time last.
@@ -199,6 +196,7 @@ class Outer:
         *,
         doubting: bool = True,
         kept_s: float = -inf,
+        queued: bool = False,
         waiting: Sequence[Turn] = (),
     ) -> tuple[int, int]:
         """Relax and solve trials, and those `waiting`, what promises most first; return how many of each.
@@ -206,7 +204,7 @@ class Outer:
         A trial's turn to be relaxed comes by its estimate, that to be solved by its bound, if that is larger. So a good
         plan that is found early spares the others both; and plans show by how much estimates of their kind are off.
         `doubting`: what only estimates are against is given up, too. With a plan, and `kept_s` of the time left for
-        trials, the rest waits.
+        trials, the rest waits. `queued`: so do others that are not among these.
         """
         heap: list[Turn] = [*waiting, *((0.0, place, trial) for place, trial in enumerate(trials))]
         relaxed, solutions, total = 0, 0, len(heap)
@@ -226,7 +224,12 @@ class Outer:
                 _, place, one = turn
                 if isinstance(one, Waiting):
                     solutions += self._solve(
-                        one, most - solutions, len(heap), total, doubting=doubting, others_wait=kept_s > -inf
+                        one,
+                        most - solutions,
+                        len(heap),
+                        total,
+                        doubting=doubting,
+                        others_wait=queued or kept_s > -inf,
                     )
                     self._failed[is_staged(turn)] += self.standing.best is None
                 elif one in self.standing.likely and (

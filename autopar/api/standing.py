@@ -59,6 +59,9 @@ class Standing:
     left: set[Trial] = field(init=False, default_factory=set)
     """Trials that were left out for their estimates alone."""
 
+    is_short: bool = field(init=False, default=False)
+    """Whether estimates alone took so much of the time that few trials can be looked at."""
+
     estimates: Estimates = field(init=False)
     _proofs: Proofs = field(init=False)
     _fluid: dict[Trial, Best] = field(init=False, default_factory=dict)
@@ -127,7 +130,7 @@ class Standing:
         if isinstance(one, Waiting) and not one.ended:
             return inf
         trial, bound_s = (one.trial, one.bound_s) if isinstance(one, Waiting) else (one, 0.0)
-        return max(bound_s, turn_s(trial, self.likely.get(trial, 0.0), self.estimates_off))
+        return max(bound_s, turn_s(trial, self.likely.get(trial, 0.0), self.estimates_off, short=self.is_short))
 
     @property
     def estimates_off(self) -> dict[Trial, float]:

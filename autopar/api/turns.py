@@ -19,22 +19,22 @@ What comes late in a long solution is the proof that little is left to gain; the
 takes long to relax (an LSTM of some thousand operators, none of them equal, on free axes) is not solved in time.
 """
 
-_AXIS, _FURTHER, _FEW = 0.02, 0.06, 2
-"""Share of its seconds by which a trial comes later for each of its axes, and for each beyond a few: with more of them
-it takes several times as long to relax and solve, and estimates err by more."""
+_AXIS, _FURTHER, _FEW = 0.02, (0.06, 0.15), 2
+"""Share of its seconds by which a trial comes later for each of its axes, and for each beyond a few, the more so where
+time is short: with more of them it takes several times as long to relax and solve, and estimates err by more."""
 
 Turn = tuple[float, int, Trial | Waiting]
 """Estimated or bounded seconds of a trial, its place among the others, and what is known of it."""
 
 
-def turn_s(trial: Trial, likely_s: float, off: Mapping[Trial, float]) -> float:
+def turn_s(trial: Trial, likely_s: float, off: Mapping[Trial, float], *, short: bool = False) -> float:
     """Return the seconds by which a trial's turn comes, of which an estimate is known.
 
     `off`: how many times as long as estimated the plans took that were found. That they were faster brings no turn
-    forward.
+    forward. `short`: time is short for a program as large as this.
     """
     axes = len(trial.ranks)
-    later = 1.0 + _AXIS * axes + _FURTHER * max(0, axes - _FEW)
+    later = 1.0 + _AXIS * axes + _FURTHER[short] * max(0, axes - _FEW)
     return likely_s * max(1.0, off_by(trial, off) or 1.0) * later
 
 

@@ -48,6 +48,8 @@ def test_trials_on_more_axes_come_later():
     first, second, third = (turn_s(each, 1.0, {}) for each in (one, two, three))
     assert first < second < third
     assert third - second > 2 * (second - first)  # these take several times as long to relax
+    assert turn_s(three, 1.0, {}, short=True) > third
+    assert turn_s(two, 1.0, {}, short=True) == second
 
 
 def _cut(depth: int, microbatches: int) -> Trial:
