@@ -99,6 +99,6 @@ def test_plans_keep_to_memory_and_wishes_and_are_proven_saved_and_priced_as_they
     assert again.step_time_s == pytest.approx(found.step_time_s, rel=1e-9)
     assert again.peak_memory_bytes == found.peak_memory_bytes
     other = draw.choice(WISHES)
-    asked = planned(program, cluster, memory_margin=margin, optimizer=optimizer, fix={**wish, **other})
+    asked = planned(program, cluster, memory_margin=margin, optimizer=optimizer, fix={**other, **wish})
     if isinstance(asked, Plan):
         assert plan.solver.bound <= asked.estimates.step_time_s * (1 + 1e-9), other
