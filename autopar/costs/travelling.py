@@ -1,9 +1,9 @@
 """What parameters and gradients take as they travel, alone or together, beyond what a table prices them at.
 
 Which of them travel together follows from all layouts, so a table cannot know it. It prices each that may (one gather
-of a parameter, one sum of a gradient: `links.TRAVELS`) as its part of one large collective (`Links.bucket_bytes`), which
-is the least that it can take: latency is paid once. What an outcome's calls really take is added to its seconds here,
-where each of them can begin; a bound of the table stays one.
+of a parameter, one sum of a gradient: `links.TRAVELS`) as its part of one large collective (`Links.bucket_bytes`):
+latency is paid once, which is the least that it can take. What an outcome's calls really take is added to its seconds
+here, where each of them can begin; a bound of the table stays one.
 """
 
 from __future__ import annotations
