@@ -22,8 +22,6 @@ from autopar.costs.issued import Issued
 from autopar.costs.links import Links, Message
 from autopar.ir.graph import Ref
 
-REDUCTIONS = ("all_reduce", "reduce_scatter")
-
 LATENCY_SHARE = 0.01
 """A message is large enough when less than this share of its seconds would be saved by making it twice as large."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from autopar.costs.buckets import REDUCTIONS
 from autopar.costs.issued import Copy, Issued
 from autopar.costs.links import TRAVELS, Message
 from autopar.costs.moves import copy_read, moved_before, readers, roots_of, settled_by
@@ -56,7 +55,7 @@ def _issued_for_operators(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]
             whole = len(messages) == 1 and messages[0].op == "all_gather" and ref.op in starts and ref.op not in again
             # A gradient that is cast once it is reduced; with micro-batches, its sum is what is reduced.
             last = outcome.microbatches == 1 and op.name in settled
-            whole = whole or (last and len(messages) == 1 and messages[0].op in REDUCTIONS)
+            whole = whole or (last and len(messages) == 1 and messages[0].op in TRAVELS["reduction"])
             backward = bool(messages) and op.phase == "backward"
             read_by = readers(outcome, ref, need, key[3] or None) if backward else ()
             for message in messages:
@@ -112,7 +111,7 @@ def _issued_for_outputs(outcome: Outcome, done: set[Copy]) -> Iterator[Issued]:
         flat = output.kind == "gradient" and bool(links.flat_bytes)
         order = memory_order(graph, graph.by_name[source])
         messages = links.route_messages(have, need, graph.meta(output.ref), flat=flat, order=order)
-        summed = output.kind == "gradient" and len(messages) == 1 and messages[0].op in REDUCTIONS
+        summed = output.kind == "gradient" and len(messages) == 1 and messages[0].op in TRAVELS["reduction"]
         of_parameter = output.kind == "gradient"
         early = of_parameter and outcome.reduces_early(graph.representative(output.name))
         reduced = of_parameter and not early
