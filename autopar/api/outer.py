@@ -29,8 +29,8 @@ _RELAXED, _SOLVED, _CHUNK = 24, 10, 6
 """Relaxations and solutions at most of trials that are not the whole program, and how many are relaxed at a time."""
 
 _FIRST, _SLOW = 2, 0.2
-"""How many are relaxed at a time without a plan, if what came before took more than this share of the time: of a program
-that is slow to look at, any plan comes first."""
+"""How many are relaxed at a time without a plan, if what came before took more than this share of the time: any plan
+comes first of a program that is slow to look at."""
 
 _WHOLE = 0.5
 """Share of the time for trials, at most, that the whole program's have while others wait and there is a plan."""
