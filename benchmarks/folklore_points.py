@@ -55,6 +55,9 @@ _H100_L40S = _cluster(
     (3, _node("l40s", 4, 200, 5, "pcie4-host-bounce")),
 )
 _3090 = _cluster("6 hosts of two RTX 3090 on 10 Gbit/s", (6, _node("rtx-3090", 2, 10, 30, "pcie4-host-bounce")))
+_64_ETHERNET = _cluster("64x8 A100 on 100 Gbit/s", (64, _hgx(100, 10)))
+_MIXED_48 = _cluster("16 DGX H100 beside 32 DGX A100", (16, {"preset": "dgx-h100"}), (32, {"preset": "dgx-a100-80gb"}))
+_4090 = _cluster("4 nodes of 4 RTX 4090 on 10 Gbit/s", (4, _node("rtx-4090", 4, 10, 30, "pcie4-host-bounce")))
 _MANY: dict[str, Any] = {"tp": 8, "pps": (4, 8)}
 
 
@@ -102,6 +105,29 @@ _FALCON_40B = {
     "new_decoder_architecture": "true",
 }  # fmt: skip
 _530B = {"layers": "105", "hidden": "20480", "heads": "128"}
+_340B = {
+    "layers": "96",
+    "hidden": "18432",
+    "heads": "96",
+    "kv_heads": "8",
+    "intermediate": "73728",
+    "vocab": "256000",
+    "positions": "4096",
+}
+_1T = {"layers": "128", "hidden": "25600", "heads": "160"}
+_GROK = {"layers": "64", "hidden": "6144", "heads": "48", "intermediate": "32768", "vocab": "131072"}
+_KIMI = {
+    "n_routed_experts": "384",
+    "num_attention_heads": "64",
+    "num_key_value_heads": "64",
+    "n_group": "1",
+    "topk_group": "1",
+}
+_QWEN_235B = {
+    "hidden_size": "4096", "num_hidden_layers": "94", "num_attention_heads": "64", "moe_intermediate_size": "1536",
+}  # fmt: skip
+_VIT_22B = {"layers": "48", "hidden": "6144", "heads": "48", "intermediate": "24576"}
+_T5_11B = {"heads": "128", "head_size": "128", "intermediate": "65536"}
 _BLOOM_7B = {"hidden_size": "4096", "n_layer": "30", "n_head": "32"}
 
 POINTS = {
@@ -201,7 +227,35 @@ LARGE = {
 }
 """Thousands of devices."""
 
-POINTS |= BLIND | LARGE
+LARGE_BLIND = {
+    "nemotron-768h100": Point("zoo:gpt3-175b", "dgx-h100x96", 768, 4096, tp=8, pps=(12,), sizes=(1,), set=_340B),
+    "grok-1024h100": Point(
+        "zoo:mixtral-8x22b", "dgx-h100x128", 1024, 8192, tp=8, pps=(8,), eps=(8,), sizes=(1,), set=_GROK
+    ),
+    "kimi-1024h200": Point("hf:deepseek_v3", "dgx-h200x128", 4096, 4096, tp=8, eps=(8, 32), sizes=(1,), set=_KIMI),
+    "qwen235b-128b200": Point(
+        "hf:qwen3_moe", "dgx-b200x16", 512, 4096, tp=4, pps=(4,), eps=(8, 32), sizes=(1,), set=_QWEN_235B
+    ),
+    "70b-288gb200": Point("zoo:llama3-70b", "gb200:4x72", 576, 8192, tp=4, pps=(4,), sizes=(1,)),
+    "8b-1024h100": Point("zoo:llama3-8b", "dgx-h100x128", 1024, 8192, tp=4, pps=(2,), sizes=(1,)),
+    "8b-512ethernet": Point("zoo:llama3-8b", _64_ETHERNET, 1024, 4096, tp=8, pps=(4,), sizes=(1,)),
+    "vit22b-512a100": Point("zoo:vit-h", "dgx-a100-80gbx64", 4096, tp=8, pps=(4,), sizes=(4,), set=_VIT_22B),
+    "dlrm-64a100": Point("benchmarks.folklore_points:dlrm", "dgx-a100-80gbx8", 524288, tp=8),
+    "8b-1m": Point("zoo:llama3-8b", "dgx-h100x32", 1, 1048576, tp=8, cps=(32,), pps=(2,), sizes=(1,)),
+    "405b-131k": Point("zoo:llama3-405b", "dgx-h100x128", 64, 131072, tp=8, cps=(16,), pps=(16,), sizes=(1,)),
+    "gpt1t-3072a100": Point("zoo:gpt3-175b", "dgx-a100-80gbx384", 3072, 2048, tp=8, pps=(32, 64), sizes=(1,), set=_1T),
+    "t5-11b-256v100": Point(
+        "zoo:t5-large", "dgx-1-v100x32", 1024, 512, "fp16", tp=8, pps=(2,), sizes=(4,), set=_T5_11B
+    ),
+    "70b-mixed": Point("zoo:llama3-70b", _MIXED_48, 768, 4096, tp=8, pps=(3, 4), sizes=(1,)),
+    "mixtral-512v5p": Point("zoo:mixtral-8x7b", "tpu-v5p:4x128", 1024, 4096, tp=4, pps=(4,), eps=(8,), sizes=(1,)),
+    "llama4-512h100": Point("hf:llama4_text", "dgx-h100x64", 1024, 8192, tp=8, pps=(4,), eps=(16,), sizes=(1,)),
+    "13b-16x4090": Point("zoo:llama2-13b", _4090, 32, 4096, tp=4, pps=(4, 8), sizes=(1,)),
+    "bert-512a100": Point("zoo:bert-large", "dgx-a100-80gbx64", 8192, 512, pps=(2,), sizes=(8,)),
+}
+"""Hundreds and thousands of devices, all written down before any was planned."""
+
+POINTS |= BLIND | LARGE | LARGE_BLIND
 
 
 def unet(batch: int = 64) -> Any:
