@@ -8,6 +8,7 @@ import reprlib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +46,7 @@ class CallSpec:
 
     signature: inspect.Signature
     structure: Any
-    """Pytree of `(args, kwargs)`."""
+    """Pytree of `(args, kwargs)`, with a `Record` for each dataclass and mapping that pytree does not know."""
 
     paths: tuple[str, ...]
     """Path of every flat argument."""
@@ -93,13 +94,6 @@ class CallSpec:
                 tensors.append(leaf)
         return tensors
 
-    def unflatten(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return `(args, kwargs)` with `tensors` in the places of the tensor inputs."""
-        rest = iter(tensors)
-        leaves = [value if each is None else next(rest) for each, value in zip(self.inputs, self.baked, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        return tuple(args), kwargs
-
 
 def read_call(model: nn.Module, example_inputs: object) -> tuple[CallSpec, list[torch.Tensor]]:
     """Return the form of the example call, and its tensors.
@@ -144,7 +138,7 @@ def read_call(model: nn.Module, example_inputs: object) -> tuple[CallSpec, list[
 def _canonical(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call in its one form: positional where possible, defaults left out, extra keywords sorted.
+    """Return the call in its one form: positional where possible, defaults left out, extra keywords sorted, opened.
 
     So `f(x, y)`, `f(x, y=y)` and `f(x, y, flag=None)` are the same call.
     """
@@ -160,7 +154,7 @@ def _canonical(
         ):
             del bound.arguments[name]
     # With a hole before it, a positional parameter moves to the keywords, which `BoundArguments` does by itself.
-    return bound.args, bound.kwargs
+    return open_records(bound.args), open_records(bound.kwargs)
 
 
 def _paths(signature: inspect.Signature, call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
@@ -218,30 +212,29 @@ def _value_differs(path: str, expected: object, got: object) -> InputMismatchErr
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A dataclass or mapping that pytree does not know, opened: its type, and its fields by name."""
+    """A dataclass or mapping that pytree does not know, opened: its type, and what it holds by name."""
 
     kind: type
     fields: dict[str, Any]
+    is_mapping: bool
 
     def build(self) -> Any:
-        """Return a value of the type again."""
-        if not dataclasses.is_dataclass(self.kind):
+        """Return a value of the type again; a dataclass as it was, without what its `__init__` would do once more."""
+        if self.is_mapping:
             return self.kind(self.fields)
-        early = {f.name for f in dataclasses.fields(self.kind) if f.init}
-        made = self.kind(**{name: value for name, value in self.fields.items() if name in early})
+        made: Any = object.__new__(self.kind)
         for name, value in self.fields.items():
-            if name not in early:
-                object.__setattr__(made, name, value)
+            object.__setattr__(made, name, value)
         return made
 
 
 pytree.register_pytree_node(
     Record,
-    lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))),
-    lambda values, context: Record(context[0], dict(zip(context[1], values, strict=True))),
+    lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields), record.is_mapping)),
+    lambda values, context: Record(context[0], dict(zip(context[1], values, strict=True)), context[2]),
     flatten_with_keys_fn=lambda record: (
         [(pytree.MappingKey(name), value) for name, value in record.fields.items()],
-        (record.kind, tuple(record.fields)),
+        (record.kind, tuple(record.fields), record.is_mapping),
     ),
     serialized_type_name="autopar.capture.call.Record",
 )
@@ -260,22 +253,34 @@ def open_records(value: Any) -> Any:
         return value  # of None, torch 2.11's Dynamo cannot be asked whether it is a dataclass
     if dataclasses.is_dataclass(value):
         # Of the value, not of its type: Dynamo, which reads this function too, knows only that.
-        return Record(kind, {f.name: open_records(getattr(value, f.name)) for f in dataclasses.fields(value)})
+        return Record(kind, {name: open_records(getattr(value, name)) for name in _held(value)}, is_mapping=False)
     if isinstance(value, Mapping):
-        return Record(kind, {name: open_records(each) for name, each in value.items()})
+        return Record(kind, {name: open_records(each) for name, each in value.items()}, is_mapping=True)
     return value
 
 
-def _close_records(value: Any) -> Any:
+def _held(value: Any) -> list[str]:
+    """Return the names of what a dataclass holds: fields that are set, and attributes that it was given besides.
+
+    What is remembered of a property is not held: it is there or not as somebody has asked for it.
+    """
+    named = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    besides = [name for name in getattr(value, "__dict__", {}) if name not in named]
+    return named + [name for name in besides if not isinstance(getattr(type(value), name, None), cached_property)]
+
+
+def close_records(value: Any) -> Any:
+    """Return the value with every `Record` built again: the inverse of `open_records`."""
     kind = type(value)
     if kind is Record:
-        return Record(value.kind, {name: _close_records(each) for name, each in value.fields.items()}).build()
+        fields = {name: close_records(each) for name, each in value.fields.items()}
+        return Record(value.kind, fields, value.is_mapping).build()
     if kind is tuple:
-        return tuple(map(_close_records, value))
+        return tuple([close_records(each) for each in value])
     if kind is list:
-        return list(map(_close_records, value))
+        return [close_records(each) for each in value]
     if kind is dict:
-        return {name: _close_records(each) for name, each in value.items()}
+        return {name: close_records(each) for name, each in value.items()}
     return value
 
 
@@ -316,7 +321,7 @@ class ResultSpec:
         leaves = [
             value if place is None else outputs[place] for place, value in zip(self.places, self.baked, strict=True)
         ]
-        return _close_records(pytree.tree_unflatten(leaves, self.structure))
+        return close_records(pytree.tree_unflatten(leaves, self.structure))
 
     def names(self) -> tuple[str, ...]:
         """Return the path of each user output; one that stands in several places has its first path."""

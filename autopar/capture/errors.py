@@ -283,7 +283,7 @@ def example_value(path: str, kind: str) -> UsageError:
     way_out = _INSTEAD.get(kind.removeprefix("Static").removeprefix("Dynamic"), "pass what it holds instead")
     return UsageError(
         f"example input {path} is of type {kind}; inputs are tensors, numbers, strings, booleans and None, in tuples,"
-        f" lists and dicts: {way_out}"
+        f" lists, dicts and dataclasses: {way_out}"
     )
 
 

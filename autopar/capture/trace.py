@@ -29,7 +29,7 @@ from autopar._torch import (
 )
 from autopar._torch_tracing import context_variables, known_numbers
 from autopar.capture.bags import open_bags
-from autopar.capture.call import CallSpec, ResultSpec, open_records
+from autopar.capture.call import CallSpec, ResultSpec, close_records, open_records
 from autopar.capture.constants import value_of
 from autopar.capture.dtypes import require_dtypes
 from autopar.capture.errors import trained_elsewhere, value_dependent
@@ -83,7 +83,7 @@ class _Program(nn.Module):
         for is_tensor, value in zip(self._is_tensor, self._baked, strict=True):
             leaves.append(tensors[taken] if is_tensor else value)
             taken += is_tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        args, kwargs = close_records(pytree.tree_unflatten(leaves, self._structure))
         before = [_at(self.model, path) for path in self._overwritable]
         made = self.model(*args, **kwargs)
         for path, held in zip(self._overwritable, before, strict=True):
