@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autopar.costs.outcome import Outcome
 
-_HALVED = 4
-"""Rooms at most that are tried, each half of the one before."""
+_SHARES = (1.0, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
+"""Shares of what is left that are tried, the largest first."""
 
 
 def with_room(outcome: Outcome, budget: int) -> Outcome:
@@ -15,8 +13,8 @@ def with_room(outcome: Outcome, budget: int) -> Outcome:
     behind = (each.message.op for each in outcome.messages() if each.mergeable)
     if not outcome.merges or outcome.microbatches > 1 or all(op == "all_reduce" for op in behind):
         return outcome
-    spare_bytes = max(0, budget - replace(outcome, merges=False).memory().total)
+    spare_bytes = max(0, budget - outcome.merging(merges=False).memory().total)
     # What two runs hold is not all of it: each delays what would have been over by then.
-    halves = dict.fromkeys(spare_bytes >> times for times in range(_HALVED))
-    rooms = (replace(outcome, spare_bytes=each) for each in halves)
+    shares = dict.fromkeys(int(share * spare_bytes) for share in _SHARES)
+    rooms = (outcome.merging(spare_bytes=each) for each in shares)
     return next((roomy for roomy in rooms if roomy.memory().total <= budget), outcome)

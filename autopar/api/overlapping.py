@@ -54,12 +54,11 @@ def overlapped(
     axis. Steps of several micro-batches or stages are scheduled by their pipeline instead, or not at all.
     """
     if staged or outcome.microbatches > 1:
-        return Overlapped(replace(outcome, merges=on).decisions(mesh, degrees), estimates)
-    plain = replace(outcome, merges=False)
+        return Overlapped(outcome.merging(merges=on).decisions(mesh, degrees), estimates)
+    plain = outcome.merging(merges=False)
     if not on:
         return _described(plain, mesh, degrees, estimates, _tasks(plain, mesh), None)
-    spare_bytes = max(0, estimates.memory_budget_bytes - plain.memory().total)
-    for merging in (replace(outcome, spare_bytes=spare_bytes), outcome, plain):
+    for merging in (outcome, plain):
         left_bytes = estimates.memory_budget_bytes - merging.memory().total
         if left_bytes >= 0:
             break

@@ -78,14 +78,17 @@ def bucketed(
     enough: float = LATENCY_SHARE,
     most_bytes: float = math.inf,
     patience: float = PATIENCE,
+    smooth_s: Seconds | None = None,
 ) -> list[list[Reduction]]:
     """Return the reductions of one axis and dtype, in the order of readiness, cut into runs that travel together.
 
     `end_s` is when the computation of the backward pass ends, `issue_s` what of a reduction's seconds computation gives
     for it, so that all that follows comes later; its link is taken for all of them. Runs are not made longer where that
     saves less than the share `enough` of their seconds, or than the share `patience` of what it holds back (with 0
-    every cut is looked at), nor larger than `most_bytes`.
+    every cut is looked at), nor larger than `most_bytes`. What it saves is told by `smooth_s`, of link and computation
+    together, where `seconds` jump: a run behind such a jump is no reason to leave out longer ones.
     """
+    whole_s = smooth_s or (lambda size: seconds(size) + issue_s(size))
     ready = sorted(reductions, key=lambda each: each.ready_s)
     if not ready:
         return []
@@ -101,16 +104,15 @@ def bucketed(
             taken, issued = seconds(size), issue_s(size)
             if start < stop - 1:
                 earlier = size - last.bytes
-                earlier_s = seconds(earlier)
                 # A call less saves its link time, and computation what issuing takes.
-                saved_s = earlier_s + seconds(last.bytes) - taken + issue_s(earlier) + issue_s(last.bytes) - issued
-                if patience and patience * min(earlier_s, last.ready_s - ready[start].ready_s) > saved_s:
+                saved_s = whole_s(earlier) + whole_s(last.bytes) - whole_s(size)
+                if patience and patience * min(seconds(earlier), last.ready_s - ready[start].ready_s) > saved_s:
                     break
             for calls, (free, later, _) in reached[start].items():
                 done = max(free, last.ready_s + later) + taken
                 if calls + 1 not in best or done < best[calls + 1][0]:
                     best[calls + 1] = (done, later + issued, start)
-            if start < stop - 1 and 2 * taken - seconds(2 * size) < enough * taken:
+            if start < stop - 1 and 2 * whole_s(size) - whole_s(2 * size) < enough * whole_s(size):
                 break
         reached.append(_worth_their_calls(best))
     calls = min(reached[-1], key=lambda n: (max(reached[-1][n][0], end_s + reached[-1][n][1]), n))
@@ -164,7 +166,8 @@ def runs_of(
         most = math.inf if op == "all_reduce" else spare_bytes / 2
         seconds = cache(lambda size, op=op, axis=axis: links.message_s(Message(op, axis, size)))
         issue_s = cache(lambda size, op=op, axis=axis: links.shown_s(Message(op, axis, size)))
-        found = bucketed(members, seconds, clock.whole_s[phase], issue_s, most_bytes=most)
+        smooth_s = cache(lambda size, op=op, axis=axis: links.smooth_s(Message(op, axis, size)))
+        found = bucketed(members, seconds, clock.whole_s[phase], issue_s, most_bytes=most, smooth_s=smooth_s)
         for run in found:
             ordered = sorted(run, key=lambda each: each.number) if op == "all_gather" else run
             if len(run) > 1:

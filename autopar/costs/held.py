@@ -86,9 +86,9 @@ def _reduced_shares(outcome: Outcome) -> dict[tuple[str, int], float]:
 
 
 def held_curve(outcome: Outcome) -> Floats:
-    """Return the bytes held at each position, what travels together and what is freed early taken into account."""
+    """Return the bytes held at each position, what is freed early taken into account."""
     copies = [pairs(group, outcome.options) for group in outcome.pricing.table.groups]
-    held = outcome.pricing.table.memory_curve(outcome.options, copies) + outcome.merging_bytes()
+    held = outcome.pricing.table.memory_curve(outcome.options, copies)
     return np.asarray(held - freed_bytes(outcome), dtype=np.float64)
 
 

@@ -67,6 +67,9 @@ class Price:
     chunks: int = 1
     """Of two levels: in how many pieces, so that what is inside runs beside what is across."""
 
+    least_s: float = 0.0
+    """Seconds of the fastest form there is: another where two are too close to decide between."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
@@ -187,6 +190,13 @@ class Links:
             return self.message_s(whole) * message.bytes / whole.bytes + self.packing_s(message)
         return self._price_of(message).seconds + self.packing_s(message)
 
+    def smooth_s(self, message: Message) -> float:
+        """Return the seconds of one collective in its fastest form, and what of them computation gives for it.
+
+        Unlike those of the form that it runs in, they have no jumps where it grows.
+        """
+        return self._price_of(message).least_s * (1.0 + self.shown_s(message) / self.message_s(message))
+
     def packing_s(self, message: Message) -> float:
         """Return the seconds of the copies before and behind a collective, in which its device does nothing else."""
         return self._copy_s(message.packed_bytes) if message.packed_bytes else 0.0
@@ -207,7 +217,8 @@ class Links:
             else:
                 best = min(others, key=lambda each: each.seconds, default=flat)
                 best = best if best.seconds < _SURE * flat.seconds else flat
-            self._known[message] = best
+            least_s = min(each.seconds for each in (flat, *others))
+            self._known[message] = replace(best, least_s=least_s)
         return self._known[message]
 
     def on(self, cluster: ClusterSpec) -> Links:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+
+import numpy as np
 
 from autopar.costs import operators
 from autopar.costs.buckets import Clock, runs_of, together
@@ -59,6 +61,12 @@ class Outcome:
 
     keep_outputs: bool | None = None
     """Whether outputs beside the loss are kept over micro-batches; `None`: if they fit."""
+
+    def merging(self, *, spare_bytes: int = 0, merges: bool = True) -> Outcome:
+        """Return this outcome with another room for what travels together; what does not depend on that is known."""
+        made = replace(self, merges=merges, spare_bytes=spare_bytes)
+        made.__dict__.update({name: self.__dict__[name] for name in _OF_ALL_ROOMS if name in self.__dict__})
+        return made
 
     @property
     def microbatches(self) -> int:
@@ -276,7 +284,7 @@ class Outcome:
                 dtypes[each.source] = self.graph.meta(each.source).dtype
         return runs_of(self.messages(), dtypes, self._clock(), self.links, self.spare_bytes)
 
-    def merging_bytes(self) -> Floats:
+    def _merging_bytes(self) -> Floats:
         """Return what travelling together adds to what is held at each position, less what it saves."""
         return merging_bytes(self.graph, self.runs, self.links, self.microbatches)
 
@@ -380,6 +388,11 @@ class Outcome:
     @cached_property
     def memory_curve(self) -> Floats:
         """Return the bytes held at each position of the program."""
+        return np.asarray(self._held_bytes + self._merging_bytes(), dtype=np.float64)
+
+    @cached_property
+    def _held_bytes(self) -> Floats:
+        """Return the bytes held at each position, were each collective to travel by itself."""
         return held_curve(self)
 
     @cached_property
@@ -390,6 +403,10 @@ class Outcome:
     def memory(self) -> Memory:
         """Return the bytes held at the peak, by what they are."""
         return held_memory(self)
+
+
+_OF_ALL_ROOMS = ("_messages", "_held_bytes", "needed_until")
+"""What is remembered of an outcome and is the same however its collectives travel."""
 
 
 def _kind(issued: Issued) -> tuple[Message, str, str, bool, int]:

@@ -192,10 +192,13 @@ class _Merging:
     def messages(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(mergeable=True, message=SimpleNamespace(op="all_gather"))]
 
+    def merging(self, *, spare_bytes: int = 0, merges: bool = True) -> _Merging:
+        return _Merging(spare_bytes, merges)
+
     def memory(self) -> SimpleNamespace:
         return SimpleNamespace(total=10 + 2 * self.spare_bytes * self.merges)
 
 
-@pytest.mark.parametrize(("budget", "spare"), [(10, 0), (90, 40)])
+@pytest.mark.parametrize(("budget", "spare"), [(10, 0), (90, 40), (74, 32), (58, 24)])
 def test_collectives_may_hold_as_much_as_fits_of_what_is_spare(budget: int, spare: int):
     assert with_room(cast("Outcome", _Merging()), budget).spare_bytes == spare

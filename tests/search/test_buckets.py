@@ -152,3 +152,27 @@ def test_a_cast_whose_result_is_gathered_again_cannot_wait_until_the_end():
 
 def laid(graph: Graph, parts: frozenset[str]) -> Outcome:
     return typing.cast(Outcome, Laid(graph, parts))
+
+
+def test_a_jump_of_the_price_ends_no_run_where_longer_ones_save_again():
+    """A collective that changes its form with its size costs a tenth more where the forms are close."""
+    given_ = reductions([0.1 * (i + 1) for i in range(12)], [100] * 12)
+
+    def least_s(size: int) -> float:
+        return min(0.02 + size * 1e-3, 0.2 + size * 5e-4)
+
+    def seconds(size: int) -> float:
+        return least_s(size) * (1.1 if 300 <= size <= 600 else 1.0)
+
+    stopped = bucketed(given_, seconds, end_s=9.0, issue_s=lambda size: 0.5 * seconds(size), patience=0.01)
+    found = bucketed(
+        given_,
+        seconds,
+        end_s=9.0,
+        issue_s=lambda size: 0.5 * seconds(size),
+        patience=0.01,
+        smooth_s=lambda size: 1.5 * least_s(size),
+    )
+
+    assert max(len(run) for run in stopped) < 3
+    assert max(len(run) for run in found) > 6
