@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from math import prod
 
 from autopar.api.sequences import split_dims
+from autopar.costs.moves import roots_of
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Shard
 from autopar.ir.strategy import MeshStrategy
 from autopar.search.meshes import Candidate
 from autopar.strategies.attention import RULES as ATTENTION
+from autopar.strategies.embedding import LOOKUPS
 from autopar.strategies.experts import experts
 from autopar.strategies.following import token_count
 
@@ -39,6 +41,27 @@ def splits_tensors(graph: Graph, size: int) -> bool:
     # Of a convolution channels are split, never its window.
     split = [shape for shape in shapes if any(dim % size == 0 for dim in shape[: 3 if len(shape) < 4 else 2])]
     return 2 * sum(map(prod, split)) >= sum(map(prod, shapes))
+
+
+def looks_up_most(graph: Graph) -> bool:
+    """Return whether most of the parameters' elements are of tables that nothing but looks rows up in.
+
+    Such a table is best split over all ranks and never gathered, however many there are: a rank looks its columns up
+    for every sample, which is no more work than all columns for its own.
+    """
+    roots = roots_of(graph)
+    read_by: dict[str, set[str]] = {}
+    for op in graph.ops:
+        for ref in op.refs:
+            if ref.op in roots and op.name not in roots:
+                read_by.setdefault(roots[ref.op], set()).add(op.target)
+    numel = {
+        op.name: op.outputs[0].numel
+        for op in graph.ops
+        if op.kind == "parameter" and op.outputs and op.outputs[0] is not None
+    }
+    tables = (name for name in numel if read_by.get(graph.representative(name), {""}) <= LOOKUPS)
+    return 2 * sum(numel[name] for name in tables) > sum(numel.values())
 
 
 def _require_experts(graph: Graph, size: int) -> None:

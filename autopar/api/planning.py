@@ -11,7 +11,7 @@ from math import ceil, gcd, inf, prod
 from torch import fx
 
 from autopar.api import infeasible
-from autopar.api.admitted import require_admitted, splits_tensors
+from autopar.api.admitted import looks_up_most, require_admitted, splits_tensors
 from autopar.api.alternatives import alternatives
 from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.floors import WAYS
@@ -34,7 +34,7 @@ from autopar.ir.stages import too_many_stages, units
 from autopar.options import PlanOptions
 from autopar.progress import Progress, Silent
 from autopar.search.ilp import Solution
-from autopar.search.meshes import DATA, Candidate, MeshAxis, Role, by_tokens, candidates
+from autopar.search.meshes import DATA, FREE_LIMIT, Candidate, MeshAxis, Role, by_tokens, candidates
 from autopar.search.trials import Recompute, Trial, Uniform, depths, in_time
 from autopar.strategies.experts import experts
 from autopar.version import __version__
@@ -249,10 +249,13 @@ class Planner:
         graph = self.program.graph
         splits, count = partial(splits_tensors, graph), gcd(*experts(graph).counts.values())
         sharded = bool(wishes.zero) and devices > 1  # one device holds no copies
+        free_limit = devices if looks_up_most(graph) else FREE_LIMIT
         for depth in tried:
             if devices % depth == 0:
                 ranks, asked = devices // depth, (wishes.fixed, wishes.forbidden)
-                found[depth] = candidates(ranks, per_node, *asked, count, splits, sharded=sharded)
+                found[depth] = candidates(
+                    ranks, per_node, *asked, count, splits, sharded=sharded, free_limit=free_limit
+                )
         found = {depth: meshes for depth, meshes in found.items() if meshes}
         if not found:
             if wishes.depth is None and not wishes.schedule_is_open:

@@ -29,7 +29,7 @@ _IN_FREE: tuple[Role, ...] = ("tp", "dp_replicate", "dp_shard")
 _SEVERAL = 4
 """Micro-batches a pipeline rank with which a pipeline is busy for most of a step."""
 
-_FREE_LIMIT = 16
+FREE_LIMIT = 16
 """World sizes up to which an axis over all devices is free; beyond, it is data parallel, and freedom stays inside."""
 
 
@@ -54,12 +54,14 @@ def candidates(
     splits_tensors: Callable[[int], bool] = lambda _: True,
     *,
     sharded: bool = False,
+    free_limit: int = FREE_LIMIT,
 ) -> list[Candidate]:
     """Return the meshes to solve for `devices`, most promising first; empty if the fixed degrees do not divide them.
 
     Degrees in `fixed` become axes of that role; what they leave over is split in every way into
     a data-parallel part and an inner free one, or one that splits so many `experts` evenly. Inner ones are of the sizes
     that `splits_tensors` says are worth it. With `sharded`, each has ranks to shard over, which free ones need not be.
+    Up to `free_limit` devices an axis over all of them is free.
     """
     axes: set[str] = {"dp_replicate", "dp_shard", "tp", *_OF_SOME}
     known = {role: size for role, size in fixed.items() if role in axes}
@@ -69,7 +71,7 @@ def candidates(
     rest = devices // taken
     if {"dp_replicate", "dp_shard", "tp"} <= {*known, *forbidden} and rest > 1:
         return []
-    splits = _splits(rest, per_node, known, forbidden, splits_tensors)
+    splits = _splits(rest, per_node, known, forbidden, splits_tensors, free_limit)
     if sharded and rest > 1 and "dp_shard" not in {*known, *forbidden}:
         splits.append({"dp_shard": rest})
     if experts and not {"dp_shard", "ep"} & {*known, *forbidden}:
@@ -84,6 +86,7 @@ def _splits(
     known: Mapping[str, int],
     forbidden: Sequence[str],
     splits_tensors: Callable[[int], bool],
+    free_limit: int,
 ) -> list[dict[Role, int]]:
     if rest == 1:
         return [{}]
@@ -91,12 +94,12 @@ def _splits(
     outer: list[Role] = [role for role in ("dp_shard", "dp_replicate") if role not in out]
     free_ok = "tp" not in out
     found: list[dict[Role, int]] = []
-    largest = max(2 * per_node, _FREE_LIMIT)
+    largest = max(2 * per_node, free_limit)
     inner = [size for size in divisors(rest) if 1 < size < rest and size <= largest and splits_tensors(size)]
     data: Role | None = outer[0] if outer else None
     if data is None:
         return [{"tp": rest}] if free_ok else []
-    if free_ok and rest <= _FREE_LIMIT:
+    if free_ok and rest <= free_limit:
         found.append({"free": rest})
     # A free axis lies inside `cp` and `ep`, where data parallelism is not to be.
     if not found or any(known.get(role, 1) > 1 for role in _OF_SOME):

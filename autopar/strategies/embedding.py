@@ -73,3 +73,6 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten._embedding_bag.default": _bag,
     "aten._embedding_bag_backward.default": _bag_backward,
 }
+
+LOOKUPS = frozenset({"aten.embedding.default", "aten._embedding_bag.default"})
+"""Operators that read rows of a table."""

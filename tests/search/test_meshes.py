@@ -39,6 +39,12 @@ def test_tensors_are_split_over_no_ranks_that_have_parts_of_few(devices: int):
     assert known
 
 
+def test_an_axis_over_more_devices_than_the_limit_is_data_parallel():
+    assert (MeshAxis("dp_shard", 64),) in candidates(64, 8, {}, ())
+    assert (MeshAxis("free", 64),) in candidates(64, 8, {}, (), free_limit=64)
+    assert (MeshAxis("free", 64),) not in candidates(64, 8, {}, (), free_limit=32)
+
+
 @pytest.mark.parametrize(
     ("batch", "depth", "tried"),
     [
