@@ -15,6 +15,7 @@ from autopar.costs.liveness import local_bytes
 from autopar.costs.optimizer import optimizer_seconds, state_bytes
 from autopar.costs.outcome import Outcome
 from autopar.costs.travelling import travelling
+from autopar.ir import stages
 from autopar.ir.graph import Op
 from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.weight_gradients import weight_gradients
@@ -230,6 +231,19 @@ class BlockCosts:
         forward_s = sum(unit.forward_s for unit in units)
         backward_s = sum(unit.input_gradient_s + unit.weight_gradient_s for unit in units)
         return float(exposed_s(once, forward_s, backward_s))
+
+
+def block_costs(outcome: Outcome) -> BlockCosts:
+    """Return what the blocks of a program cost, worked out once and kept with it: many ways to run it are tried."""
+    kept = vars(outcome)  # where `cached_property` keeps its values, too
+    if _KEPT not in kept:
+        paths = [unit.path for unit in stages.units(outcome.graph)]
+        kept[_KEPT] = BlockCosts(outcome, paths, stages.homes(outcome.graph))
+    found: BlockCosts = kept[_KEPT]
+    return found
+
+
+_KEPT = "autopar.api.block_costs"
 
 
 def exposed_s(once: Ends[Any], forward_s: Any, backward_s: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from autopar.api.block_costs import BlockCosts
+from autopar.api.block_costs import block_costs
 from autopar.api.climbing import Climbing
 from autopar.api.crossings import Crossings
 from autopar.api.places import Places
@@ -264,7 +264,8 @@ class _Placed:
         of = blocks.homes(self.outcome.graph)
         links, clusters = self.outcome.links, self.places.clusters
         on = [links] if len(clusters) == 1 else [links.on(each) for each in clusters]
-        self._of_kind = [BlockCosts(replace(self.outcome, links=each), self.paths, of) for each in on]
+        outcomes = [self.outcome if each is links else replace(self.outcome, links=each) for each in on]
+        self._of_kind = [block_costs(each) for each in outcomes]
         self._crossings = Crossings(self.outcome, self.places, of, len(self.paths))
         self._shared = shared_cores(links.cluster, prod(links.sizes[links.time_axes :]))
         batch_bytes = self._of_kind[0].batch_bytes

@@ -104,7 +104,7 @@ class Solving:
     """Operators without a sharding rule that were met, by their targets."""
 
     _graphs: dict[tuple[Recompute, bool], Graph] = field(init=False, default_factory=dict)
-    _axes: AxisChoices = field(init=False, default_factory=dict)
+    _axes: AxisChoices = field(init=False, default_factory=AxisChoices)
     _links: dict[tuple[tuple[int, ...], int], Links] = field(init=False, default_factory=dict)
     _rough: dict[Recompute, Rough] = field(init=False, default_factory=dict)
     _places: dict[int, Places] = field(init=False, default_factory=dict)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -28,6 +28,7 @@ from autopar.ir.placement import Layout, Replicate, Shard, is_valid, nest
 from autopar.ir.roles import CASTS, gradient_like, outweighs, parameter_like, passes
 from autopar.ir.strategy import MeshStrategy, Strategy
 from autopar.ir.tensor import TensorMeta
+from autopar.ir.thinned import thinned
 from autopar.strategies.experts import by_experts, experts
 from autopar.strategies.factories import RULES as BLANK
 from autopar.strategies.following import follow_batch, follow_tokens
@@ -37,10 +38,13 @@ from autopar.strategies.own_rows import runs_kept
 from autopar.strategies.own_samples import on_own_samples, on_ranks_of_experts
 from autopar.strategies.padding import may_be_padded, with_padding
 from autopar.strategies.regions import region
-from autopar.strategies.wanted import Strided, calls_of, wanted_shards
+from autopar.strategies.wanted import Strided, calls_of, signature, wanted_shards
 
 Role = Literal["free", "batch", "tensor", "time", "expert", "sequence"]
 Hints = tuple[frozenset[Shard], ...]
+Enumerated = dict[tuple[int, Hints, Hints], tuple[tuple[Strategy, ...], bool]]
+"""Strategies of calls by their number, the shards that they can have and those that are wanted of them."""
+
 Enumerate = Callable[[Op, tuple[TensorMeta, ...], int, Hints, Hints], tuple[tuple[Strategy, ...], bool]]
 """`axis_strategies`: strategies of an operator on one axis, replicated first, and whether a rule exists."""
 
@@ -76,8 +80,33 @@ class Choices:
     unknown: tuple[Op, ...]
 
 
-AxisChoices = dict[tuple[int, AxisSpec], tuple[Graph, Mapping[str, tuple[Strategy, ...]], Mapping[str, Op]]]
-"""What each axis admits of graphs that were composed before, by the graph's identity, and what no rule covers."""
+@dataclass
+class AxisChoices:
+    """What each axis admits of programs that were composed before."""
+
+    of: dict[tuple[int, AxisSpec], tuple[Graph, Mapping[str, tuple[Strategy, ...]], Mapping[str, Op]]] = field(
+        init=False, default_factory=dict
+    )
+    """By the program's identity, of representatives, and what no rule covers."""
+
+    _strategies: dict[int, Enumerated] = field(init=False, default_factory=dict)
+    """By the size of the axis, of calls and what they may read and make: those of several programs are alike."""
+
+    _numbers: dict[object, int] = field(init=False, default_factory=dict)
+    _numbered: dict[int, tuple[Graph, Mapping[str, int]]] = field(init=False, default_factory=dict)
+
+    def strategies(self, size: int) -> Enumerated:
+        """Return what was enumerated for axes of a size, to be read and filled."""
+        return self._strategies.setdefault(size, {})
+
+    def numbers(self, graph: Graph) -> Mapping[str, int]:
+        """Return, of each representative call, a number that equal calls of all programs share."""
+        if id(graph) not in self._numbered:
+            calls = {rep: op for rep, (op, *_) in graph.instances.items() if op.kind == "call"}
+            known = self._numbers
+            found = {rep: known.setdefault(signature(graph, op), len(known)) for rep, op in calls.items()}
+            self._numbered[id(graph)] = graph, found
+        return self._numbered[id(graph)][1]
 
 
 def compose(
@@ -93,11 +122,12 @@ def compose(
     reps = graph.representatives
     per_axis: list[Mapping[str, tuple[Strategy, ...]]] = []
     unknown: dict[str, Op] = {}
-    shared = known if known is not None else {}
+    shared = known if known is not None else AxisChoices()
     for axis in axes:
-        if (id(graph), axis) not in shared:
-            shared[id(graph), axis] = (graph, *_on_axis(graph, reps, axis, enumerate_axis))
-        _, found, missing = shared[id(graph), axis]
+        if (id(graph), axis) not in shared.of:
+            short = thinned(graph)
+            shared.of[id(graph), axis] = (graph, *_on_axis(short, short.representatives, axis, enumerate_axis, shared))
+        _, found, missing = shared.of[id(graph), axis]
         unknown.update(missing)
         per_axis.append(found)
     settled, calls = _small_tables(graph), calls_of(graph)
@@ -141,13 +171,12 @@ def _is_floating(op: Op) -> bool:
 
 
 def _on_axis(
-    graph: Graph, reps: Sequence[Op], axis: AxisSpec, enumerate_axis: Enumerate
+    graph: Graph, reps: Sequence[Op], axis: AxisSpec, enumerate_axis: Enumerate, shared: AxisChoices
 ) -> tuple[dict[str, tuple[Strategy, ...]], dict[str, Op]]:
-    cache: dict[object, tuple[tuple[Strategy, ...], bool]] = {}
     strided: dict[int, Strided] = {}
     wanted: dict[tuple[str, int], frozenset[Shard]] = {}
     while True:
-        found, unknown = _forward(graph, axis, enumerate_axis, cache, wanted)
+        found, unknown = _forward(graph, axis, enumerate_axis, shared, wanted)
         more = wanted_shards(graph, reps, found, strided)
         grown = wanted | {key: wanted.get(key, frozenset()) | shards for key, shards in more.items()}
         if grown == wanted:
@@ -179,7 +208,7 @@ def _forward(
     graph: Graph,
     axis: AxisSpec,
     enumerate_axis: Enumerate,
-    cache: dict[object, tuple[tuple[Strategy, ...], bool]],
+    shared: AxisChoices,
     wanted: Mapping[tuple[str, int], frozenset[Shard]],
 ) -> tuple[dict[str, tuple[Strategy, ...]], dict[str, Op]]:
     """Return the strategies of each representative, every operator told which shards of its inputs can be had."""
@@ -187,12 +216,13 @@ def _forward(
     found: dict[str, tuple[Strategy, ...]] = {}
     unknown: dict[str, Op] = {}
     calls, nothing = calls_of(graph), frozenset[Shard]()
+    numbers, cache = shared.numbers(graph), shared.strategies(axis.size)
     for rep, (op, *_) in graph.instances.items():
         if op.kind == "call":
-            kind, metas, read = calls[rep]
+            _, metas, read = calls[rep]
             hints = tuple(made.get(each, nothing) for each in read)
             welcome = tuple(wanted.get((rep, index), nothing) for index in range(len(op.outputs)))
-            key = (kind, hints, welcome)
+            key = (numbers[rep], hints, welcome)
             if key not in cache:
                 cache[key] = enumerate_axis(op, metas, axis.size, hints, welcome)
             strategies, known = cache[key]

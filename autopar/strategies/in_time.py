@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Op, Ref, once_per_graph
@@ -13,7 +13,7 @@ from autopar.strategies.call import Call
 from autopar.strategies.extremes import extreme
 from autopar.strategies.following import mismatch
 from autopar.strategies.own_rows import RULES, is_ascending, linear
-from autopar.strategies.row_facts import ANY, SPREADING, Fact, MixedRows, Seen, facts_of
+from autopar.strategies.row_facts import ANY, SPREADING, Fact, MixedRows, Seen, facts_of, named_in, renamed
 
 _BLANK = frozenset(
     f"aten.{name}"
@@ -84,11 +84,11 @@ class _Follower:
         self.facts: dict[Ref, Fact] = {}
         """Of values of which nothing is known there is none."""
 
-        self._told = bytearray(len(self._wiring.numbers))
-        """Of each value by its number: whether something is known of it."""
+        self._told: list[Fact | None] = [None] * len(self._wiring.numbers)
+        """Of each value by its number: what is known of it, in the names of representatives."""
 
-        self._known: dict[str, dict[tuple[int, ...], list[int]]] = {}
-        """By representative and by where what it reads is, where what it makes is; nothing is known of either."""
+        self._known: dict[str, dict[object, tuple[list[int], list[Fact | None]]]] = {}
+        """By representative, and by where what it reads is and what is known of that: the same of what it makes."""
 
         self._like: dict[Ref, Placement | None] = {}
         """Where blank values would be if they were where what they are made like is."""
@@ -97,21 +97,76 @@ class _Follower:
         self._blank: set[str] = set()
         self._given = of_inputs_alone(graph)
         self._results = {output.ref for output in graph.outputs if output.ref is not None}
+        self._returned: dict[str, tuple[int, ...]] = {}
+        """Which of its outputs the program returns, by operator."""
+
+        for ref in self._results:
+            self._returned[ref.op] = (*self._returned.get(ref.op, ()), ref.index)
 
     def run(self) -> dict[str, Strategy]:
-        placed, told, known = self._placed, self._told, self._known
+        placed, known, told = self._placed, self._known, self._told
         for op, rep, reads, first in self._wiring.ops:
             if op.kind != "call":
                 self._begin(op)
                 continue
             # Deep programs are equal layers: what the first few of them come to is looked up.
-            made = known[rep].get(tuple([placed[each] for each in reads])) if rep in known else None
-            if made is None or any(map(told.__getitem__, reads)):
-                self._call(op)
-            else:
-                placed[first : first + len(made)] = made
+            key: object = tuple([placed[each] for each in reads])
+            names: dict[str, str] | None = None
+            for each in reads:
+                if told[each] is not None:
+                    names = self._spoken(op, [ref for ref in op.refs if ref in self.facts])
+                    key = None if names is None else self._key(key, reads, names)
+                    break
+            if op.name in self._returned:
+                key = None if key is None else (key, self._returned[op.name])
+            made = known[rep].get(key) if rep in known else None
+            if made is not None and (not made[1] or self._tell(op, made[1], names, first)):
+                placed[first : first + len(made[0])] = made[0]
+                continue
+            self._call(op)
+            if key is not None:
+                self._remember(op, rep, key, names, first)
         self._settle_blanks()
         return self._follow
+
+    def _spoken(self, op: Op, told: Sequence[Ref] = ()) -> dict[str, str] | None:
+        """Return the operators that are spoken of where one reads, by representative; `None` if two share one."""
+        spoken = [op.name, *(ref.op for ref in op.refs)]
+        for ref in told:
+            spoken += named_in(self.facts[ref])
+        spoken += [self._sorts[name].op for name in spoken if name in self._sorts]
+        names: dict[str, str] = {}
+        for name in spoken:
+            if names.setdefault(self._graph.representative(name), name) != name:
+                return None
+        return names
+
+    def _key(self, placed: object, reads: tuple[int, ...], names: Mapping[str, str]) -> object:
+        """Return where what an operator reads is, and what is known of that, in the names of representatives."""
+        sorts = {rep: self._sorts[name] for rep, name in names.items() if name in self._sorts}
+        by = tuple((rep, self._graph.representative(ref.op), ref.index) for rep, ref in sorts.items())
+        return placed, tuple([self._told[each] for each in reads]), by
+
+    def _remember(self, op: Op, rep: str, key: object, names: Mapping[str, str] | None, first: int) -> None:
+        """Note what an operator came to, for those of other layers, if it speaks of nothing that these cannot name."""
+        if op.name in self._blank or op.name in self._sorts:
+            return
+        stop = first + len(op.outputs)
+        told = self._told[first:stop]
+        spoken = {name for fact in told if fact is not None for name in named_in(fact)}
+        if not spoken or spoken <= (names or self._spoken(op) or {}).keys():
+            self._known.setdefault(rep, {})[key] = self._placed[first:stop], told if any(told) else []
+
+    def _tell(self, op: Op, told: Sequence[Fact | None], names: Mapping[str, str] | None, first: int) -> bool:
+        """Note what is known of what an operator makes, in its own layer's names; return whether these are known."""
+        names = names or self._spoken(op)
+        if names is None:
+            return False
+        for index, fact in enumerate(told):
+            if fact is not None:
+                self.facts[Ref(op.name, index)] = renamed(fact, names)
+                self._told[first + index] = fact
+        return True
 
     def where(self, ref: Ref) -> Placement | None:
         """Return where a value is, `None` where it is as good anywhere."""
@@ -186,11 +241,8 @@ class _Follower:
             fact = Fact(ANY) if blank else facts[index]
             if fact != Fact():
                 self.facts[ref] = fact
-                self._told[self._wiring.numbers[ref]] = True
-        if not blank and not any(ref in self.facts for ref in op.refs) and all(each == Fact() for each in facts):
-            numbers = self._wiring.numbers
-            made = [self._placed[numbers[Ref(op.name, index)]] for index in range(len(mine.outputs))]
-            self._known.setdefault(rep, {})[tuple(self._placed[numbers[ref]] for ref in op.refs)] = made
+                spoken = {name: self._graph.representative(name) for name in named_in(fact)}
+                self._told[self._wiring.numbers[ref]] = renamed(fact, spoken)
 
     def _found(self, seen: Seen, rep: str) -> tuple[Strategy, tuple[Fact, ...]]:
         own = RULES[seen.op.target](seen) if seen.op.target in RULES else extreme(seen) or linear(seen)
@@ -256,8 +308,7 @@ class _Follower:
         wanted: defaultdict[str, set[Placement]] = defaultdict(set)
         for ref in self._results & {Ref(name) for name in self._blank}:
             wanted[self._graph.representative(ref.op)].add(Replicate())
-        for op in reversed(self._graph.ops):
-            rep = self._graph.representative(op.name)
+        for op, rep, _, _ in reversed(self._wiring.ops):
             if op.name in self._blank:
                 self._settle(op, rep, wanted[rep])
             for slot, ref in enumerate(op.refs):

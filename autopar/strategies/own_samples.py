@@ -10,7 +10,7 @@ here the same holds for ranks. What is between the sort and the way back is mark
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import Graph, Op, Ref
@@ -65,7 +65,7 @@ class _OwnSamples:
 
     def __init__(self, graph: Graph, size: int, known: Followed) -> None:
         self._graph, self._size, self._known = graph, size, known
-        self._own = {ref for ref in self._refs() if self._is_own(ref)}
+        self._own = {ref for ref, fact in known.facts.items() if self._is_own(ref, fact)}
 
     @property
     def orders(self) -> dict[Ref, str]:
@@ -76,15 +76,12 @@ class _OwnSamples:
         """Return those of each representative."""
         marked: dict[str, set[Strategy]] = {}
         parts = _Parts()
-        for op in self._graph.ops:
-            read = [ref for ref in op.refs if ref in self._own]
-            made = [Ref(op.name, index) for index in range(len(op.outputs)) if Ref(op.name, index) in self._own]
+        for op in self._concerned():
             rep = self._graph.representative(op.name)
-            if not read and not made and not (op.kind == "call" and self._strategy(op).lowering == OWN):
-                continue
             marked.setdefault(rep, set()).add(self._marked(op))
-            for ref in read:
-                parts.join(rep, self._graph.representative(ref.op))
+            for ref in op.refs:
+                if ref in self._own:
+                    parts.join(rep, self._graph.representative(ref.op))
         wrong = {parts.of(rep) for rep in marked if len(marked[rep]) > 1 or not self._agrees(rep, marked)}
         return {rep: self._options(rep, *each) for rep, each in marked.items() if parts.of(rep) not in wrong}
 
@@ -92,14 +89,20 @@ class _OwnSamples:
         whole = replace(mine, outputs=tuple(None if each is None else Replicate() for each in mine.outputs))
         return (whole, mine) if self._graph.by_name[rep].target in BLANK else (mine,)
 
-    def _refs(self) -> Iterator[Ref]:
-        for op in self._graph.ops:
-            if op.kind == "call":
-                yield from (Ref(op.name, index) for index, meta in enumerate(op.outputs) if meta is not None)
+    def _concerned(self) -> list[Op]:
+        """Return, in order, the operators that read or make what is in an order of its rank, or count in it."""
+        found = {ref.op for ref in self._own}
+        found |= {user for ref in self._own for user in self._graph.users[ref.op] if self._reads(user)}
+        for rep, strategy in self._known.strategies.items():
+            if strategy.lowering == OWN and self._graph.by_name[rep].kind == "call":
+                found |= {op.name for op in self._graph.instances[rep]}
+        return [self._graph.by_name[name] for name in sorted(found, key=self._graph.position.__getitem__)]
 
-    def _is_own(self, ref: Ref) -> bool:
+    def _reads(self, name: str) -> bool:
+        return any(ref in self._own for ref in self._graph.by_name[name].refs)
+
+    def _is_own(self, ref: Ref, fact: Fact) -> bool:
         """Return whether a value is none of the whole batch, cut: sorted or counted by each rank for itself."""
-        fact = self._known.facts.get(ref, Fact())
         counts = fact.tells is not None and fact.tells[0] in {"counts", "ends"}
         return fact.is_own or (counts and self._known.where(ref) == Partial())
 

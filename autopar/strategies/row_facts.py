@@ -61,6 +61,24 @@ class Fact:
         return self.places is not None or self.order not in {"", ANY}
 
 
+def named_in(fact: Fact) -> list[str]:
+    """Return the operators of which a fact speaks."""
+    orders = [fact.order] if fact.places is None else [fact.order, fact.places.order]
+    found = [order for order in orders if order not in {"", ANY}]
+    return found if fact.tells is None else [*found, fact.tells[1].op]
+
+
+def renamed(fact: Fact, names: Mapping[str, str]) -> Fact:
+    """Return a fact that says the same of operators of other names."""
+    places, tells = fact.places, fact.tells
+    return replace(
+        fact,
+        order=names.get(fact.order, fact.order),
+        places=None if places is None else replace(places, order=names.get(places.order, places.order)),
+        tells=None if tells is None else (tells[0], replace(tells[1], op=names.get(tells[1].op, tells[1].op))),
+    )
+
+
 class MixedRows(ValueError):  # noqa: N818  not an error of anyone: caught where the operator gets another strategy
     """Rows of different orders meet, or a place is read as a number."""
 

@@ -17,10 +17,14 @@ def calls_of(graph: Graph) -> dict[str, tuple[int, tuple[TensorMeta, ...], tuple
     found = {}
     for rep, (op, *_) in graph.instances.items():
         if op.kind == "call":
-            metas = tuple(graph.meta(ref) for ref in op.refs)
-            number = numbers.setdefault((op.target, _shape_of_args(op), metas, op.outputs), len(numbers))
+            number, metas = numbers.setdefault(signature(graph, op), len(numbers)), tuple(map(graph.meta, op.refs))
             found[rep] = number, metas, tuple((graph.representative(ref.op), ref.index) for ref in op.refs)
     return found
+
+
+def signature(graph: Graph, op: Op) -> object:
+    """Return what equal calls have in common, in this and other programs."""
+    return op.target, _shape_of_args(op), tuple(map(graph.meta, op.refs)), op.outputs
 
 
 Strided = tuple[tuple[Strategy, ...], frozenset[tuple[int, Shard]]]
