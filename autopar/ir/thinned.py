@@ -15,55 +15,67 @@ from dataclasses import replace
 
 from autopar.ir.graph import Arg, Graph, Op, Ref, once_per_graph
 from autopar.ir.repetition import Repetition, repetition_of
-from autopar.ir.stages import homes
 
 
 @once_per_graph
 def thinned(graph: Graph) -> Graph:
-    """Return the program with the fewest blocks that stand for all; as it is where they do not repeat.
+    """Return the program with the fewest layers that stand for all; as it is where they do not repeat.
 
-    That is where nothing repeats, where what is not their neighbour reads the blocks that would be left out, or where
-    an operator in these stands for others.
+    A layer is a module whose name is a number, of the outer ones where these are nested. All rows of them are
+    shortened, but those where nothing repeats, where another than their neighbour reads the layers that would be left
+    out, or where an operator in these stands for others.
     """
-    blocks = _blocks(graph)
-    row = repetition_of([tuple(graph.representative(op.name) for op in ops) for ops in blocks])
-    # One more at each border: what comes first of the equal ones stands for them, in backward that is the last.
-    row = row and row.with_margins()
-    if row is None or row.more < 1:
-        return graph
-    return _without(graph, blocks, row) or graph
+    for layers in sorted(_rows(graph).values(), key=len, reverse=True):
+        row = repetition_of([tuple(graph.representative(op.name) for op in ops) for ops in layers])
+        # One more at each border: what comes first of the equal ones stands for them, in backward that is the last.
+        row = row and row.with_margins()
+        if row is not None and row.more > 0:
+            graph = _without(graph, layers, row) or graph
+    return graph
 
 
-def _blocks(graph: Graph) -> list[list[Op]]:
-    """Return the operators of every block, in order."""
-    home = homes(graph)
-    found: list[list[Op]] = [[] for _ in range(max(home.values(), default=-1) + 1)]
+def _rows(graph: Graph) -> dict[str, list[list[Op]]]:
+    """Return the operators of every layer, parameters and backward among them, by the path of the row's module."""
+    places: dict[str, tuple[str, int] | None] = {}
+    found: dict[str, dict[int, list[Op]]] = {}
     for op in graph.ops:
-        found[home[op.name]].append(op)
-    return found
+        path = op.target if op.kind in {"parameter", "buffer"} else op.module
+        if path not in places:
+            places[path] = _place(path)
+        place = places[path]
+        if place is not None:
+            found.setdefault(place[0], {}).setdefault(place[1], []).append(op)
+    return {row: [layers[number] for number in sorted(layers)] for row, layers in found.items()}
 
 
-def _without(graph: Graph, blocks: Sequence[Sequence[Op]], row: Repetition) -> Graph | None:
-    """Return the program without the blocks in the midst of the row; `None` where something needs them."""
+def _place(path: str) -> tuple[str, int] | None:
+    """Return the row and number of the layer that a path is in or below; `None` if it is in none."""
+    words = path.split(".")
+    at = next((at for at, word in enumerate(words) if word.isdigit()), None)
+    return None if at is None else (".".join(words[:at]), int(words[at]))
+
+
+def _without(graph: Graph, layers: Sequence[Sequence[Op]], row: Repetition) -> Graph | None:
+    """Return the program without the layers in the midst of the row; `None` where something needs them."""
     stop = row.layers - row.behind
     start = stop - row.more * row.period
-    at = {op.name: (block, place) for block, ops in enumerate(blocks) for place, op in enumerate(ops)}
-    left_out = {op.name for ops in blocks[start:stop] for op in ops}
-    if any(op.name in left_out for op in graph.representatives):
+    left_out = {op.name for ops in layers[start:stop] for op in ops}
+    if not left_out.isdisjoint(graph.fold.get(name, name) for name in left_out):
         return None
+    numbers = {op.name: number for number, ops in enumerate(layers) for op in ops}
+    places = {op.name: place for ops in layers[start:stop] for place, op in enumerate(ops)}
 
     def nearest(reader: int, ref: Ref) -> Ref:
-        """Return what is read in place of a value of a block that is left out: the same of the block beyond.
+        """Return what is read in place of a value of a layer that is left out: the same of the layer beyond.
 
         Raises:
-            LookupError: the block is no neighbour of the reader's.
+            LookupError: the layer is no neighbour of the reader's.
         """
-        block, place = at[ref.op]
-        behind = reader >= stop
-        beyond = block - (stop - start) if behind else block + (stop - start)
+        number, behind = numbers[ref.op], reader >= stop
+        beyond = number - (stop - start) if behind else number + (stop - start)
         if not (start - row.period <= beyond < start if behind else stop <= beyond < stop + row.period):
             raise LookupError(ref.op)
-        return Ref(blocks[beyond][place].name, ref.index)
+        return Ref(layers[beyond][places[ref.op]].name, ref.index)
 
     def read(reader: int, arg: Arg) -> Arg:
         if isinstance(arg, Ref):
@@ -73,9 +85,11 @@ def _without(graph: Graph, blocks: Sequence[Sequence[Op]], row: Repetition) -> G
     def joined(op: Op) -> Op:
         if not any(ref.op in left_out for ref in op.refs):
             return op
-        block = at[op.name][0]
-        kwargs = tuple((key, read(block, value)) for key, value in op.kwargs)
-        return replace(op, args=tuple(read(block, arg) for arg in op.args), kwargs=kwargs)
+        if op.name not in numbers:
+            raise LookupError(op.name)
+        number = numbers[op.name]
+        kwargs = tuple((key, read(number, value)) for key, value in op.kwargs)
+        return replace(op, args=tuple(read(number, arg) for arg in op.args), kwargs=kwargs)
 
     try:
         ops = tuple(joined(op) for op in graph.ops if op.name not in left_out)

@@ -74,5 +74,7 @@ RULES: Mapping[str, Callable[[Call], Iterable[Strategy]]] = {
     "aten._embedding_bag_backward.default": _bag_backward,
 }
 
-LOOKUPS = frozenset({"aten.embedding.default", "aten._embedding_bag.default"})
+LOOKUPS = frozenset(
+    {"aten.embedding.default", "aten._embedding_bag.default", "aten.index.Tensor", "aten.index_select.default"}
+)
 """Operators that read rows of a table."""

@@ -100,7 +100,7 @@ class _Follower:
         self._returned: dict[str, tuple[int, ...]] = {}
         """Which of its outputs the program returns, by operator."""
 
-        for ref in self._results:
+        for ref in sorted(self._results, key=lambda each: each.index):
             self._returned[ref.op] = (*self._returned.get(ref.op, ()), ref.index)
 
     def run(self) -> dict[str, Strategy]:
