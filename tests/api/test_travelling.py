@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -202,3 +202,20 @@ class _Merging:
 @pytest.mark.parametrize(("budget", "spare"), [(10, 0), (90, 40), (74, 32), (58, 24)])
 def test_collectives_may_hold_as_much_as_fits_of_what_is_spare(budget: int, spare: int):
     assert with_room(cast("Outcome", _Merging()), budget).spare_bytes == spare
+
+
+def test_an_outcome_with_another_room_is_as_one_that_was_made_with_it(monkeypatch: pytest.MonkeyPatch):
+    found: list[Outcome] = []
+    monkeypatch.setattr("autopar.api.solving.with_room", lambda outcome, _: found.append(outcome) or outcome)
+    fix = {"dp_shard": 8, "zero": 3}
+    autopar.plan(Deep(), "h100-sxm-80gb:8", example_inputs=(torch.ones(4096, 64),), fix=fix)
+    outcome = found[0]
+    alone = outcome.merging(merges=False)  # remembers what does not depend on the room
+
+    for room in (0, 1 << 16, 1 << 30):
+        moved, anew = alone.merging(spare_bytes=room), replace(outcome, merges=True, spare_bytes=room)
+
+        assert moved.runs == anew.runs
+        assert moved.memory() == anew.memory()
+        assert moved.step_s == anew.step_s
+    assert len(alone.merging(spare_bytes=0).runs) != len(alone.merging(spare_bytes=1 << 30).runs)
