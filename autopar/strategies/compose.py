@@ -130,11 +130,11 @@ def compose(
         _, found, missing = shared.of[id(graph), axis]
         unknown.update(missing)
         per_axis.append(found)
-    settled, calls = _small_tables(graph), calls_of(graph)
+    settled, numbers = _small_tables(graph), shared.numbers(graph)
     products: dict[tuple[object, ...], tuple[MeshStrategy, ...]] = {}
     of: dict[str, tuple[MeshStrategy, ...]] = {}
     for op in reps:
-        metas, number = tuple(graph.meta(ref) for ref in op.refs), calls[op.name][0] if op.kind == "call" else -1
+        metas, number = tuple(graph.meta(ref) for ref in op.refs), numbers.get(op.name, -1)
         options = tuple(
             found[op.name][:1] if op.name in settled and axis.role != "time" else found[op.name]
             for axis, found in zip(axes, per_axis, strict=True)
@@ -219,7 +219,7 @@ def _forward(
     numbers, cache = shared.numbers(graph), shared.strategies(axis.size)
     for rep, (op, *_) in graph.instances.items():
         if op.kind == "call":
-            _, metas, read = calls[rep]
+            metas, read = calls[rep]
             hints = tuple(made.get(each, nothing) for each in read)
             welcome = tuple(wanted.get((rep, index), nothing) for index in range(len(op.outputs)))
             key = (numbers[rep], hints, welcome)

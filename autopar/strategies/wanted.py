@@ -11,14 +11,13 @@ from autopar.ir.tensor import TensorMeta
 
 
 @once_per_graph
-def calls_of(graph: Graph) -> dict[str, tuple[int, tuple[TensorMeta, ...], tuple[tuple[str, int], ...]]]:
-    """Return, of each representative call, a number that equal calls share, and what it reads: metas and values."""
-    numbers: dict[object, int] = {}
+def calls_of(graph: Graph) -> dict[str, tuple[tuple[TensorMeta, ...], tuple[tuple[str, int], ...]]]:
+    """Return, of each representative call, what it reads: metas and values."""
     found = {}
     for rep, (op, *_) in graph.instances.items():
         if op.kind == "call":
-            number, metas = numbers.setdefault(signature(graph, op), len(numbers)), tuple(map(graph.meta, op.refs))
-            found[rep] = number, metas, tuple((graph.representative(ref.op), ref.index) for ref in op.refs)
+            values = tuple((graph.representative(ref.op), ref.index) for ref in op.refs)
+            found[rep] = tuple(map(graph.meta, op.refs)), values
     return found
 
 
