@@ -28,7 +28,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 REDUCE_DTYPES = ("fp32", "own")
 OPTIMIZERS = ("sgd", "adam", "adamw", "none")
 
-_COUNTS = (*AXIS_NAMES, "microbatch", "interleave")
+_COUNTS = (*AXIS_NAMES, "microbatch", "interleave", "batch_overlap")
 _NAMED: Mapping[str, tuple[str, ...]] = {
     "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"),
     "recompute": ("none", "casts", "cheap", "selective", "per_operator", "keep_attention", "full"),
@@ -37,7 +37,7 @@ _ZERO_STAGES = range(4)
 _SWITCHES = ("sequence_parallel",)
 FIX_KEYS = (
     "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep",
-    "microbatch", "schedule", "interleave", "recompute", "zero", "sequence_parallel",
+    "microbatch", "schedule", "interleave", "recompute", "zero", "sequence_parallel", "batch_overlap",
 )  # fmt: skip
 """What `fix` may name, in the order of the contract."""
 
@@ -413,6 +413,17 @@ _OFF: Mapping[str, Setting] = {"recompute": "none", "zero": 0, "sequence_paralle
 """What a fixed choice is when it is not used; a degree is then 1."""
 
 
+def _check_batch_overlap(fix: Mapping[str, Setting]) -> None:
+    at_once = int(fix.get("batch_overlap", 1))
+    if at_once > 2:
+        raise UsageError(f"--fix batch_overlap={at_once}: micro-batches run one at a time (1) or two (2)")
+    if at_once == 2 and int(fix.get("pp", 1)) > 1:
+        raise UsageError(
+            "--fix batch_overlap=2 runs two micro-batches at once in a program without stages, and "
+            f"--fix pp={fix['pp']} asks for stages; leave one of them out"
+        )
+
+
 def _may_shard(options: PlanOptions) -> bool:
     """Return whether the degrees leave ranks that copies can be sharded over: of `dp_shard`, or of `cp` and `ep`."""
     if any(int(options.fix.get(axis, 1)) > 1 for axis in ("cp", "ep")):
@@ -437,6 +448,7 @@ def _check_no_contradiction(options: PlanOptions) -> None:
         )
     if int(fix.get("interleave", 1)) > 1 and fix.get("pp") == 1:
         raise UsageError(f"--fix interleave={fix['interleave']} needs pipeline stages, but --fix pp=1 rules them out")
+    _check_batch_overlap(fix)
     batch, micro = options.batch, fix.get("microbatch")
     if batch is not None and micro is not None and batch % int(micro):
         raise UsageError(

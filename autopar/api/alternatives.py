@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.api.naming import name_axes, wished
-from autopar.api.solving import Solved
+from autopar.api.solved import Solved
 from autopar.ir.plan import Alternative
 from autopar.search.trials import ways_of
 

@@ -12,7 +12,8 @@ from math import inf, prod
 
 from autopar.api.block_memory import BlockMemory
 from autopar.api.pipelining import pipelined
-from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving, Waiting
 from autopar.api.wishes import Wishes
 from autopar.costs.links import AGAIN, Links, Message
 from autopar.costs.outcome import Outcome

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.api.overlapping import overlapped, pipeline_spans
-from autopar.api.solving import Solved, Solving
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving
 from autopar.api.unlike import peak_share, waiting
 from autopar.costs.held import output_bytes
 from autopar.costs.operators import issued_operators, least_seconds

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil, gcd, prod
 
 from autopar.api.pipelining import Wanted
-from autopar.api.solving import Solved
+from autopar.api.solved import Solved
 from autopar.costs.held import output_bytes
 from autopar.costs.liveness import local_bytes
 from autopar.costs.outcome import Outcome

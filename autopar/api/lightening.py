@@ -11,7 +11,8 @@ import numpy as np
 
 from autopar.api.floors import WAYS, names_again
 from autopar.api.pipelining import Pipelined
-from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving, Waiting
 from autopar.api.wishes import Wishes
 from autopar.capture.recompute import KEPT, SUFFIX, block_of, blocks_of
 from autopar.costs.again import Again

@@ -33,6 +33,15 @@ def nothing_divides(meshes: Sequence[Candidate], microbatch: int | None, batch: 
     )
 
 
+def nothing_pairs(batch: int, microbatch: int | None) -> UsageError:
+    """Return the error about a batch that is no even number of micro-batches, which are to run two at a time."""
+    of = "micro-batches" if microbatch is None else f"micro-batches of {microbatch} samples a data-parallel rank"
+    return UsageError(
+        f"--fix batch_overlap=2 runs two micro-batches at once, and a batch of {batch} is no even number of {of} on "
+        "any mesh asked for; take a larger batch, smaller micro-batches or fewer data-parallel ranks"
+    )
+
+
 def require_splittable(
     graph: Graph, options: Mapping[str, Sequence[MeshStrategy]], unknown: Collection[Op] = ()
 ) -> None:

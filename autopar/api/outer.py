@@ -16,9 +16,11 @@ from math import inf
 
 from autopar.api.kinds import varied
 from autopar.api.lightening import lighter
+from autopar.api.pairing import exposed_s, twice_as_many
 from autopar.api.pipelining import Pipelined, Wanted
 from autopar.api.proving import prove, raise_bounds
-from autopar.api.solving import Solved, Waiting, interrupted, left_out, ruled_out
+from autopar.api.solved import Solved, interrupted, left_out, ruled_out
+from autopar.api.solving import Waiting
 from autopar.api.standing import Standing
 from autopar.api.turns import AT_MOST, LATE, Turn, alternating, is_staged, next_turn
 from autopar.progress import Progress
@@ -46,6 +48,9 @@ _ANY = 0.25
 
 _REFINED, _LIGHTENED = 2, 3
 """Pipelines whose other schedules are tried, and plans that recompute all in which less is."""
+
+_PAIRED = 2
+"""Plans of which twice as many micro-batches are tried, two at once."""
 
 _AFTER_S = 2.0
 """Seconds that proofs of what is found late may take."""
@@ -81,6 +86,8 @@ class Outer:
             if self.standing.mixes:
                 self._lighten(lambda: self.standing.left_s)
                 self._bound_as_open(self.standing.solved)
+            if others:
+                self._pair()
             if (others or self.standing.mixes) and not self.standing.is_late:
                 self.progress.phase("prove")
                 self.standing.give_up(self._open(self._between(others)))
@@ -383,6 +390,26 @@ class Outer:
             self._off[alike] = max(self._off.get(alike, 0.0), step_s / hoped_s)
         self._bound_as_open(found)
         return standing.best_s < before_s
+
+    def _pair(self) -> None:
+        """Try twice as many micro-batches, two of them at once, where a plan waits for collectives most.
+
+        No bound and no estimate knows that one of them computes meanwhile: on the same meshes, these come last.
+        """
+        standing = self.standing
+        if standing.wishes.microbatch is not None or standing.wishes.batch_overlap == 1:
+            return
+        hoped: list[tuple[float, int, Trial]] = []
+        for place, one in enumerate(standing.solved):
+            if one.outcome is not None and one.pipeline is None and one.outcome.pairing is None:
+                hoped_s = one.step_s - exposed_s(one.outcome)
+                twice = twice_as_many(one.outcome, one.trial, standing.solving.program.batch_size)
+                if twice is not None and hoped_s < standing.best_s * (1.0 - standing.solving.options.gap):
+                    hoped.append((hoped_s, place, twice))
+        for hoped_s, _, trial in sorted(hoped)[:_PAIRED]:
+            if standing.left_s > 0 and hoped_s < standing.best_s * (1.0 - standing.solving.options.gap):
+                self.progress.phase("two micro-batches at once")
+                standing.solved.append(standing.solving.in_pairs(trial, standing.wishes, standing.left_s))
 
     def _bound_as_open(self, solved: Sequence[Solved]) -> None:
         """Give trials that may become others which recompute less the bounds of all these."""

@@ -57,12 +57,12 @@ def overlapped(
         return Overlapped(outcome.merging(merges=on).decisions(mesh, degrees), estimates)
     plain = outcome.merging(merges=False)
     if not on:
-        return _described(plain, mesh, degrees, estimates, _tasks(plain, mesh), None)
+        return _described(plain, mesh, degrees, estimates, tasks_as_held(plain, mesh), None)
     for merging in (outcome, plain):
         left_bytes = estimates.memory_budget_bytes - merging.memory().total
         if left_bytes >= 0:
             break
-    tasks = _tasks(merging, mesh)
+    tasks = tasks_as_held(merging, mesh)
     found = schedule(tasks, replay, held_bytes, peak_bytes(tasks, range(len(tasks))) + max(0, left_bytes))
     return _described(merging, mesh, degrees, estimates, tasks, found)
 
@@ -112,11 +112,12 @@ def _described(
     return Overlapped(decisions, estimates, warnings)
 
 
-def _tasks(outcome: Outcome, mesh: Mesh) -> tuple[Task, ...]:
+def tasks_as_held(outcome: Outcome, mesh: Mesh) -> tuple[Task, ...]:
     """Return the step as tasks that hold, in the order given, what the outcome's curve of memory has.
 
-    Other orders then differ from that curve by the results that they keep longer or make earlier. Of a collective the
-    curve has no place of its own; what is beside it is the least of the operators around it.
+    Of several micro-batches they are those of one, with what runs once a step. Other orders differ from that curve by
+    the results that they keep longer or make earlier. Of a collective the curve has no place of its own; what is beside
+    it is the least of the operators around it.
     """
     tasks = tasks_of(outcome, mesh)
     curve, position = outcome.memory_curve, outcome.graph.position

@@ -15,14 +15,15 @@ from autopar.api.admitted import looks_up_most, require_admitted, splits_tensors
 from autopar.api.alternatives import alternatives
 from autopar.api.describing import PEAK_DTYPE, described
 from autopar.api.floors import WAYS
-from autopar.api.microbatching import nothing_divides
+from autopar.api.microbatching import nothing_divides, nothing_pairs
 from autopar.api.naming import name_axes, repeating
 from autopar.api.outer import Outer
 from autopar.api.overlapping import overlapped
 from autopar.api.proving import proven_s
 from autopar.api.sequences import splits_tokens
 from autopar.api.smallest import smallest
-from autopar.api.solving import Solved, Solving
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving
 from autopar.api.standing import Standing
 from autopar.api.wishes import Wishes, check_names, read_wishes
 from autopar.costs.liveness import least_peak_bytes
@@ -184,6 +185,10 @@ class Planner:
         split = tokens.get(1, [])
         whole, hopeless = self._whole([*meshes[1], *split] if 1 in meshes else [], wishes)
         others = [trial for trial in in_parts if trial.depth > 1 or trial.microbatches > 1 or wishes.microbatch]
+        if wishes.batch_overlap == 2:
+            others = [trial for trial in others if trial.microbatches % 2 == 0]
+            if not others:
+                raise nothing_pairs(batch, wishes.microbatch)
         if not (whole or others or hopeless):
             raise nothing_divides(
                 [each for found in meshes.values() for each in found], wishes.microbatch, batch, wishes.depth
@@ -204,7 +209,7 @@ class Planner:
 
     def _whole(self, meshes: Sequence[Candidate], wishes: Wishes) -> tuple[list[Trial], list[Solved]]:
         """Return the trials of the whole batch at once that may fit in memory, and those that do not however split."""
-        if wishes.microbatch is not None:
+        if wishes.microbatch is not None or wishes.batch_overlap == 2:
             return [], []
         whole = [Trial(mesh, 1, way) for way in self._recompute_ways() for mesh in meshes]
         hopeless: list[Solved] = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf, prod
 
 from autopar.api.kinds import Alone, alone
-from autopar.api.solving import Solved, ruled_out
+from autopar.api.solved import Solved, ruled_out
 from autopar.api.standing import Standing, kin, without
 from autopar.search.trials import Trial
 

@@ -14,8 +14,10 @@ from typing import cast
 
 from autopar.api.describing import described
 from autopar.api.merging import with_room
+from autopar.api.pairing import in_pairs
 from autopar.api.pipelining import Pipelined, Wanted, priced_as
-from autopar.api.solving import Solved, Solving
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving
 from autopar.api.stale import require_fresh
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.links import Links
@@ -62,6 +64,7 @@ def repriced(plan: Plan, graph: Graph, cluster: ClusterSpec, torch_version: str)
     outcome = _Decided(with_time(decisions), _as_planned(graph, decisions), solving.links(trial), options).outcome()
     if depth == 1:
         outcome = with_room(outcome, solving.budget)
+        outcome = in_pairs(outcome, trial.mesh, decisions.schedule.batch_overlap) or outcome
     pipeline = _pipeline(plan, outcome, solving) if depth > 1 else None
     step_s = outcome.step_s if pipeline is None else pipeline.step_s
     solved = Solved(trial, Solution("optimal", outcome.options, step_s, 0.0), outcome, step_s, pipeline=pipeline)

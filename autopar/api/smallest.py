@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from autopar.api import infeasible
 from autopar.api.kinds import shape_of
-from autopar.api.solving import Solved, Solving
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving
 from autopar.api.wishes import Wishes
 from autopar.costs.outcome import Outcome
 from autopar.errors import InfeasibleError

@@ -13,8 +13,10 @@ from torch import fx
 
 from autopar.api.merging import with_room
 from autopar.api.microbatching import require_splittable
+from autopar.api.pairing import in_pairs
 from autopar.api.pipelining import Pipelined, Wanted, pipelined, rerun
 from autopar.api.places import Places
+from autopar.api.solved import NOTHING, WHY_NOT, Solved
 from autopar.api.wishes import Wishes, unfold_if_split
 from autopar.capture.recompute import recomputed_graph
 from autopar.costs.held import freed_bytes
@@ -46,29 +48,17 @@ from cost_models.cluster import ClusterSpec
 from cost_models.device import canonical_dtype
 from cost_models.errors import CostModelError
 
+_ROOMS = 3
+"""Times that layouts are chosen where two micro-batches are to run at once: each time with as much less memory as both
+lacked before."""
+
+_ALONE = "no even number of micro-batches, which are to run two at a time"
+
+_WORTH = 0.01
+"""Share of a step that two micro-batches at once have to save."""
+
 _MISLED = 0.05
 """Share of a plan's seconds that its table has to lack for layouts to be chosen anew."""
-
-WHY_NOT = {
-    "infeasible": "does not fit in memory",
-    "cutoff": "does not fit in memory, or is proven slower than the plan",
-    "time_limit": "no plan found within the time limit",
-    "interrupted": "not solved: the search was interrupted",
-}
-
-
-@dataclass
-class Solved:
-    """One trial and how its search ended."""
-
-    trial: Trial
-    solution: Solution
-    outcome: Outcome | None = None
-    step_s: float = inf
-    why_not: str = ""
-    pipeline: Pipelined | None = None
-    free_s: float = 0.0
-    """No plan of it would be faster, were memory no limit: of one that does not fit, whose lighter kin may."""
 
 
 @dataclass
@@ -283,13 +273,13 @@ class Solving:
         try:
             links, pricing = self.price(trial, wishes)
         except (CostModelError, InfeasibleError) as error:
-            return Solved(trial, Solution("infeasible", (), inf, inf), why_not=str(error))
+            return Solved(trial, NOTHING, why_not=str(error))
         program = Ilp(pricing.table)
         budget = self.budget_of_all(trial.depth)
         relaxed = program.relaxed(Limits(budget, max(left_s, 0.1), seed=self.options.seed))
         apart = self.at_once(trial)
         if relaxed.bound_s == inf:
-            nothing, free_s = Solution("infeasible", (), inf, inf), relaxed.free_s / apart
+            nothing, free_s = NOTHING, relaxed.free_s / apart
             return Solved(trial, nothing, why_not=WHY_NOT["infeasible"], free_s=free_s)
         bound_s, free_s = relaxed.bound_s / apart, relaxed.free_s / apart
         return Waiting(trial, links, pricing, program, bound_s, free_s, relaxed.ended)
@@ -325,13 +315,37 @@ class Solving:
             return Solved(trial, Solution("time_limit", (), inf, one.bound_s), why_not=why)
         if trial.depth > 1:
             return self._solve_staged(one, wishes, ways, best_s, left_s, cuts)
-        started = time.process_time()
-        solution = solve_program(one.program, self._limits(one, self.budget, left_s, best_s))
-        if not solution.options:
-            return self._without_plan(one, solution)
-        outcome = with_room(self.outcome(one, wishes, solution), self.budget)
-        left_s -= time.process_time() - started
-        return self._called_singly(Solved(trial, solution, outcome, outcome.step_s), one, wishes, left_s)
+        return self._solve_whole(one, wishes, best_s, left_s)
+
+    def _solve_whole(self, one: Waiting, wishes: Wishes, best_s: float, left_s: float) -> Solved:
+        """Return the best plan of a trial without stages, micro-batches two at a time where that is faster and fits."""
+        budget = self.budget
+        for _ in range(_ROOMS):
+            started = time.process_time()
+            program = one.program if budget == self.budget else Ilp(one.pricing.table)  # rows of memory stay
+            solution = solve_program(program, self._limits(one, budget, left_s, best_s))
+            if not solution.options:
+                return self._without_plan(one, solution)
+            outcome = with_room(self.outcome(one, wishes, solution), self.budget)
+            left_s -= time.process_time() - started
+            found = self._called_singly(Solved(one.trial, solution, outcome, outcome.step_s), one, wishes, left_s)
+            paired = in_pairs(outcome, one.trial.mesh, wishes.batch_overlap)
+            if paired is None:
+                return found if wishes.batch_overlap != 2 else Solved(one.trial, NOTHING, why_not=_ALONE)
+            over = paired.memory().total - self.budget
+            if over <= 0 and (wishes.batch_overlap == 2 or paired.step_s < found.step_s * (1.0 - _WORTH)):
+                return replace(found, outcome=paired, step_s=paired.step_s)
+            if wishes.batch_overlap != 2:
+                return found
+            budget -= over
+        return Solved(one.trial, NOTHING, why_not=WHY_NOT["infeasible"])
+
+    def in_pairs(self, trial: Trial, wishes: Wishes, left_s: float) -> Solved:
+        """Return the plan of a trial that runs two micro-batches at once."""
+        one = self.unbounded(trial, wishes)
+        if one is None:
+            return Solved(trial, NOTHING, why_not=WHY_NOT["infeasible"])
+        return self._solve_whole(one, replace(wishes, batch_overlap=2), inf, left_s)
 
     def _called_singly(self, found: Solved, one: Waiting, wishes: Wishes, left_s: float) -> Solved:
         """Return a solved trial, or the layouts found with each call paying for itself, where those are faster.
@@ -464,24 +478,6 @@ class Solving:
     def _without_plan(self, one: Waiting, solution: Solution) -> Solved:
         solution = replace(solution, bound_s=max(solution.bound_s, one.bound_s))
         return Solved(one.trial, solution, why_not=WHY_NOT.get(solution.status, solution.status))
-
-
-def ruled_out(trial: Trial, bound_s: float) -> Solved:
-    """Return a trial that its blocks as a fluid rule out."""
-    if bound_s == inf:
-        why = "does not fit in memory, however it is cut and recomputed"
-        return Solved(trial, Solution("infeasible", (), inf, inf), why_not=why)
-    return left_out(trial, bound_s, f"at least {bound_s:.4g} s, however it is cut and recomputed")
-
-
-def left_out(trial: Trial, bound_s: float, why: str) -> Solved:
-    """Return a trial that was not solved, of which a bound is known."""
-    return Solved(trial, Solution("cutoff", (), inf, bound_s), why_not=why)
-
-
-def interrupted(trial: Trial, bound_s: float) -> Solved:
-    """Return a trial that the user did not wait for."""
-    return Solved(trial, Solution("interrupted", (), inf, bound_s), why_not=WHY_NOT["interrupted"])
 
 
 def no_rule(unknown: Sequence[Op]) -> UnknownOperatorError:

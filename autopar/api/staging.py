@@ -54,7 +54,10 @@ def schedule_of(decisions: Decisions) -> PipelineSchedule:
     schedule = decisions.schedule
     name = "1f1b" if schedule.name == "none" else schedule.name
     return generate(
-        name, ranks=depth(decisions), microbatches=schedule.num_microbatches, interleave=schedule.interleave
+        name,
+        ranks=depth(decisions),
+        microbatches=schedule.num_microbatches // schedule.batch_overlap,
+        interleave=schedule.interleave,
     )
 
 
@@ -103,7 +106,7 @@ def staged_program(
     costs = _held_bytes(graph, decisions, staged, schedule, budget)
     check(schedule, costs=costs, budget_bytes=None if budget is None else budget.budget_bytes)
     brought = split_inputs(graph, mesh, split)
-    in_time = Mesh((Axis(MICROBATCH, schedule.microbatches, TIME),))
+    in_time = Mesh((Axis(MICROBATCH, decisions.schedule.num_microbatches, TIME),))
     whole = (Replicate(),) * len(mesh.axes)
     inputs = [op for op in graph.ops if op.kind == "input"]
     outputs = {each.name: each for each in graph.outputs if each.kind == "output"}
@@ -114,6 +117,7 @@ def staged_program(
         constants=captured.constants,
         staged=staged,
         schedule=schedule,
+        batch_overlap=decisions.schedule.batch_overlap,
         inputs=tuple(Value(op.name, op.outputs[0], brought.get(op.name, whole)) for op in inputs),
         split_inputs=tuple(split_inputs(graph, in_time, (MICROBATCH,))),
         outputs=tuple(

@@ -12,7 +12,8 @@ from autopar.api.kinds import shape_of
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Best, Proofs
 from autopar.api.schedules import other_schedules, ways_to_run
-from autopar.api.solving import WHY_NOT, Solved, Solving, Waiting
+from autopar.api.solved import WHY_NOT, Solved
+from autopar.api.solving import Solving, Waiting
 from autopar.api.turns import off_by, turn_s
 from autopar.api.wishes import Wishes
 from autopar.api.works import Works

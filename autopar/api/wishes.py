@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.placement import Placement, Shard
 from autopar.ir.plan import Gather, ParameterDecision, Reduce
 from autopar.ir.strategy import MeshStrategy
-from autopar.options import Constraint, PlanOptions
+from autopar.options import Constraint, PlanOptions, Setting
 from autopar.search.meshes import Candidate
 from autopar.search.meshes import Role as Purpose
 from autopar.simulate.generators import named
@@ -71,6 +71,9 @@ class Wishes:
 
     In the first of these alone, rows are first split among them, and tensor parallelism cannot split rows whole.
     """
+
+    batch_overlap: int | None = None
+    """Micro-batches that run at once, 1 or 2; `None`: open."""
 
     resting: Mapping[str, ParameterDecision] = field(default_factory=dict)
     """Where parameters are already and stay, by name; empty where that is open."""
@@ -175,16 +178,21 @@ def read_wishes(options: PlanOptions) -> Wishes:
         forbidden=tuple(key for key in options.forbid if key in roles),
         zero=0 if "zero" in options.forbid else int(zero) if zero is not None else None,
         constraints=options.constraint,
-        microbatch=int(fix["microbatch"]) if "microbatch" in fix else None,
+        microbatch=_count(fix, "microbatch"),
         depth=_depth(fix, options.forbid),
         schedule=str(fix["schedule"]) if fix.get("schedule", "none") != "none" else None,
-        interleave=int(fix["interleave"]) if "interleave" in fix else None,
+        interleave=_count(fix, "interleave"),
         never=(*options.forbid, "interleave") if fix.get("interleave") == 1 else options.forbid,
+        batch_overlap=1 if "batch_overlap" in options.forbid else _count(fix, "batch_overlap"),
         sequence_parallel=False if "sequence_parallel" in options.forbid else _switch(fix.get("sequence_parallel")),
     )
     if found.depth != 1:
         found.wanted(found.depth or 2).schedule_for(2)  # what is wrong with the numbers is said now
     return found
+
+
+def _count(fix: Mapping[str, Setting], key: str) -> int | None:
+    return int(fix[key]) if key in fix else None
 
 
 def _switch(value: object) -> bool | None:
@@ -198,7 +206,8 @@ def _depth(fix: Mapping[str, object], forbid: Sequence[str]) -> int | None:
         UsageError: a schedule without stages, or one that cannot have so many stages a rank.
     """
     schedule = fix.get("schedule")
-    depth = int(str(fix["pp"])) if "pp" in fix else 1 if "pp" in forbid or schedule == "none" else None
+    alone = "pp" in forbid or schedule == "none" or fix.get("batch_overlap") == 2
+    depth = int(str(fix["pp"])) if "pp" in fix else 1 if alone else None
     if schedule == "none" and depth != 1:
         raise UsageError(f"--fix schedule=none and --fix pp={depth} contradict each other: stages need a schedule")
     if depth == 1 and schedule not in {None, "none"}:

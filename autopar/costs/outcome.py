@@ -20,7 +20,7 @@ from autopar.costs.liveness import gradient_indices
 from autopar.costs.moves import roots_of
 from autopar.costs.surroundings import surroundings
 from autopar.costs.table import Pricing
-from autopar.costs.timing import Timing, timing
+from autopar.costs.timing import Beyond, Timing, timing
 from autopar.costs.travelling import beyond, travelling
 from autopar.ir.graph import Graph, Op
 from autopar.ir.mesh import Mesh
@@ -44,6 +44,17 @@ from autopar.ir.strategy import MeshStrategy
 from autopar.ir.table import Floats
 
 
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """What running two micro-batches at once changes of a step."""
+
+    seconds: Beyond
+    """Of a step, beyond one micro-batch after another."""
+
+    more_bytes: int
+    """Held at the peak on top of what one holds."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One assignment of one priced program."""
@@ -61,6 +72,9 @@ class Outcome:
 
     keep_outputs: bool | None = None
     """Whether outputs beside the loss are kept over micro-batches; `None`: if they fit."""
+
+    pairing: Pairing | None = None
+    """What two micro-batches at once change; `None`: they run one after another."""
 
     def merging(self, *, spare_bytes: int = 0, merges: bool = True) -> Outcome:
         """Return this outcome with another room for what travels together; what does not depend on that is known."""
@@ -141,7 +155,7 @@ class Outcome:
             outputs_in_time=in_time,
             collectives=self.collectives(mesh),
             buckets=tuple(self.bucket(run, mesh) for run in self.runs),
-            schedule=Schedule(num_microbatches=self.microbatches),
+            schedule=Schedule(num_microbatches=self.microbatches, batch_overlap=1 if self.pairing is None else 2),
             stages=(Stage(index=0, ranks=tuple(range(mesh.world_size)), blocks=(), parameters=tuple(parameters)),),
         )
 
@@ -301,7 +315,11 @@ class Outcome:
 
     @cached_property
     def _timing(self) -> Timing:
-        return timing(self.pricing.table, self.options, beyond(self))
+        more = beyond(self)
+        if self.pairing is not None:
+            mine = self.pairing.seconds
+            more = mine if more is None else Beyond(more.hidden_s + mine.hidden_s, more.shown_s + mine.shown_s)
+        return timing(self.pricing.table, self.options, more)
 
     @property
     def step_s(self) -> float:
@@ -402,7 +420,9 @@ class Outcome:
 
     def memory(self) -> Memory:
         """Return the bytes held at the peak, by what they are."""
-        return held_memory(self)
+        one = held_memory(self)
+        more = 0 if self.pairing is None else self.pairing.more_bytes
+        return replace(one, activations=one.activations + more)
 
 
 _OF_ALL_ROOMS = ("_messages", "_held_bytes", "needed_until")

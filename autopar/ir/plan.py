@@ -134,6 +134,8 @@ class Schedule:
     name: str = "none"
     interleave: int = 1
     num_microbatches: int = 1
+    batch_overlap: int = 1
+    """Micro-batches that a rank runs at once: one of them computes while another waits for its collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,9 @@ def _settings(before: Plan, after: Plan) -> Iterator[Difference]:
         old, new = getattr(before.workload, field), getattr(after.workload, field)
         if old != new:
             yield Difference("workload", field, str(old), str(new))
+    at_once = before.decisions.schedule.batch_overlap, after.decisions.schedule.batch_overlap
+    if at_once[0] != at_once[1]:
+        yield Difference("schedule", "micro-batches at once", *map(str, at_once))
     if before.cluster != after.cluster:
         yield Difference("cluster", "", _cluster(before), _cluster(after))
     if before.decisions.degrees != after.decisions.degrees:

@@ -62,7 +62,8 @@ def _print(plan: Plan, console: Console, timeline: Timeline | None, *, whole: bo
     """Print the tables; text between them is folded at words at the console's width, or left in whole lines."""
     workload = plan.workload
     pieces = "micro-batches" if workload.num_microbatches > 1 else "micro-batch"
-    batch = f"batch {workload.global_batch}, {workload.num_microbatches} {pieces} of {workload.microbatch}"
+    at_once = ", two at once" if plan.decisions.schedule.batch_overlap > 1 else ""
+    batch = f"batch {workload.global_batch}, {workload.num_microbatches} {pieces} of {workload.microbatch}{at_once}"
     console.print(
         Text(f"{settled(workload)}  {batch}, {workload.precision}, {workload.optimizer}", style="bold"),
         soft_wrap=whole,

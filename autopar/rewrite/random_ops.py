@@ -28,11 +28,14 @@ from typing import Any
 
 import torch
 
-_SEED: ContextVar[tuple[int, int] | None] = ContextVar("autopar_step_seed", default=None)
+_SEED: ContextVar[tuple[int, int, int] | None] = ContextVar("autopar_step_seed", default=None)
 _MASK = (1 << 64) - 1
 
+OF_SECOND = 1 << 39
+"""Added to the salt of what a program of two micro-batches draws for the second one: salts are smaller."""
+
 OF_STEP = 1 << 40
-"""Added to the salt of what is drawn once for all micro-batches of a step: salts are smaller."""
+"""Added to the salt of what is drawn once for all micro-batches of a step."""
 
 
 def next_seed() -> int:
@@ -41,12 +44,13 @@ def next_seed() -> int:
 
 
 @contextmanager
-def step_seed(seed: int, of_step: int | None = None) -> Iterator[None]:
+def step_seed(seed: int, of_step: int | None = None, of_second: int | None = None) -> Iterator[None]:
     """Let the operators of one step draw from `seed`; the backward pass of the step must run with the same.
 
-    Of a step in micro-batches, `seed` is that of one of them, and `of_step` that of what all of them share.
+    Of a step in micro-batches, `seed` is that of one of them, `of_second` that of another one that the same program
+    runs, and `of_step` that of what all of them share.
     """
-    token = _SEED.set((seed, seed if of_step is None else of_step))
+    token = _SEED.set((seed, seed if of_step is None else of_step, seed if of_second is None else of_second))
     try:
         yield
     finally:
@@ -106,7 +110,8 @@ def _drawn(original: Any, salt: int, args: tuple[Any, ...], kwargs: dict[str, An
     seeds = _SEED.get()
     if seeds is None:
         raise RuntimeError(f"{original} was run outside of `step_seed`: the runtime says the seed of each step")
-    seed = seeds[1] if salt >= OF_STEP else seeds[0]
+    seed = seeds[1] if salt >= OF_STEP else seeds[2] if salt >= OF_SECOND else seeds[0]
+    salt -= OF_SECOND if OF_SECOND <= salt < OF_STEP else 0
     device = next((each.device for each in args if isinstance(each, torch.Tensor)), kwargs.get("device"))
     device = torch.device(device if device is not None else "cpu")
     devices = [] if device.type == "cpu" else [device]

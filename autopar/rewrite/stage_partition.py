@@ -23,6 +23,7 @@ from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.plan import Decisions
 from autopar.ir.squeeze import squeeze
 from autopar.ir.weight_gradients import weight_gradients
+from autopar.rewrite.batch_overlap import Interleaving
 from autopar.rewrite.local import PHASE, localised
 from autopar.rewrite.marks import mark
 from autopar.rewrite.partition import ancestors, crossing_values, early_cuts, is_forward, own_memory
@@ -258,7 +259,8 @@ class _Cut:
 
     def _stage(self, stage: int) -> StageProgram:
         early, late = (self.traffic.programs[Home(phase, stage)] for phase in ("forward", "backward"))
-        forward = _Builder(self, early)
+        interleaving = self._interleaving()
+        forward = _Builder(self, early, interleaving)
         for kind in ("output", "mutation"):
             for name, node in self.results[kind].items():
                 if node in early.results:
@@ -267,12 +269,12 @@ class _Cut:
         terms = {name: term[stage] for name, term in self.terms.items() if stage in term}
         halves = halves_of(late, terms, weight_gradients(self.graph, self.stage_of)) if self.split else None
         first, second, between = halves or (late, None, ())
-        backward = _Builder(self, first)
+        backward = _Builder(self, first, interleaving)
         backward.give_values()
         for node in between:
             if not (node in first.sent and Parcel.of(node).is_plain):
                 backward.give("value", node.name, node)
-        weights = None if second is None else _Builder(self, second)
+        weights = None if second is None else _Builder(self, second, interleaving)
         here = [each for each in self.gradients if each.name in terms]
         for each in here:
             later = weights is not None and second is not None and terms[each.name] in second.nodes
@@ -305,12 +307,18 @@ class _Cut:
             finish_gives=tuple(each.name for each in (*summed, *zeros)),
         )
 
+    def _interleaving(self) -> Interleaving | None:
+        """Return how programs come to run two micro-batches at once; `None` if they do not."""
+        if self.decisions.schedule.batch_overlap == 1:
+            return None
+        return Interleaving({op.name for op in self.graph.ops if op.kind == "input"})
+
 
 class _Builder:
     """Writes the program of one phase of one stage."""
 
-    def __init__(self, cut: _Cut, program: Program) -> None:
-        self._cut, self._program = cut, program
+    def __init__(self, cut: _Cut, program: Program, interleaving: Interleaving | None) -> None:
+        self._cut, self._program, self._interleaving = cut, program, interleaving
         self._phase = program.home.phase
         self.graph = fx.Graph()
         self.takes: list[Item] = []
@@ -375,9 +383,13 @@ class _Builder:
         self.graph.output(tuple(self._results))
         # Views that every reader takes for itself.
         self.graph.eliminate_dead_code()
-        made = LazyGraphModule(self._cut.gm, self.graph)
+        made: fx.GraphModule = LazyGraphModule(self._cut.gm, self.graph)
         self.graph.lint()
-        run_passes(made, (*PHASE, SettleScatters(), self._cut.in_levels, *LAST))
+        run_passes(made, PHASE)
+        if self._interleaving is not None:
+            made, takes, gives = self._interleaving(made, self.takes, self.gives)
+            self.takes, self.gives = list(takes), list(gives)
+        run_passes(made, (SettleScatters(), self._cut.in_levels, *LAST))
         return made
 
 

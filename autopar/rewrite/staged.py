@@ -26,6 +26,9 @@ class Item:
     name: str
     """Of the placeholder's, parameter's, buffer's or tangent's operator; of the value; of the output."""
 
+    turn: int = 0
+    """Which of the micro-batches that a program runs at once it is of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

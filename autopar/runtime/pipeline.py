@@ -108,16 +108,16 @@ class StagedBound:
 
     def _way(self, schedule: PipelineSchedule, *, backward: bool) -> Way:
         staged, device = self.program.staged, self._pipeline.ranks.device
-        count = schedule.microbatches
+        count, at_once = schedule.microbatches, self.program.batch_overlap
         runs = {
-            number: StageRun(each, self._compiled, backward=backward, microbatches=count, device=device)
+            number: StageRun(each, self._compiled, backward=backward, actions=count, at_once=at_once, device=device)
             for number, each in staged.stages.items()
         }
         return Way(routes(schedule, staged.transfers, self._pipeline.index), runs, trains=backward)
 
     def _bind_inputs(self) -> dict[str, Input]:
         """Note the shape of each input, and how micro-batches share it."""
-        program, count = self.program, self.program.schedule.microbatches
+        program, count = self.program, self.program.microbatches
         layouts = {each.name: each.layout for each in program.inputs}
         starts = {each.index: each.name for each in program.placeholders if each.kind == "input"}
         strides = _planned_strides(program)
@@ -201,7 +201,8 @@ class StagedBound:
             if needed
         ]
         return Sources(
-            microbatches=program.schedule.microbatches,
+            microbatches=program.microbatches,
+            at_once=program.batch_overlap,
             inputs=self._inputs,
             tables=self._tables,
             rooms=self._rooms,

@@ -37,7 +37,7 @@ class Outputs:
         self._whole = whole
         self._pipeline = pipeline
         self._rank_of = rank_of
-        self._microbatches = program.schedule.microbatches
+        self._microbatches = program.microbatches
         self._in_time = dict(program.staged.outputs)
         self._droppable = program.staged.dropped
         self._values = program.outputs

@@ -76,6 +76,9 @@ class Sources:
     """Where a step finds what its programs take, and where its results go."""
 
     microbatches: int
+    at_once: int
+    """Micro-batches that an action runs: the schedule counts these as one."""
+
     inputs: Mapping[str, Input]
     tables: Mapping[str, tuple[dict[str, Any], str]]
     """Parameters and buffers: the module's table and the key in it."""
@@ -170,7 +173,9 @@ class Step:
     def _seeded(self, seed: int | None, microbatch: int) -> AbstractContextManager[None]:
         if seed is None or self._sources.seeding is None:
             return nullcontext()
-        return self._sources.seeding.step_seed(microbatch_seed(seed, microbatch), seed)
+        first = microbatch * self._sources.at_once
+        second = microbatch_seed(seed, first + 1) if self._sources.at_once > 1 else None
+        return self._sources.seeding.step_seed(microbatch_seed(seed, first), seed, second)
 
     def _lookup(self, name: str, microbatch: int) -> torch.Tensor:
         """Return a start: the micro-batch's part of an input, or what all micro-batches share."""
@@ -215,16 +220,18 @@ class Step:
     def _take(self, action: Action, made: Made) -> None:
         """Put away what an action made for the model and its user."""
         sources = self._sources
-        sources.outputs.add(action.microbatch, made.outputs)
-        for name, new in made.mutations.items():
+        first = action.microbatch * sources.at_once
+        for turn, outputs in made.outputs.items():
+            sources.outputs.add(first + turn, outputs)
+        for (name, _), new in made.mutations.items():
             maker, held = self._mutations.get(name, (action.stage, None))
             if maker == action.stage:
                 how = sources.joined.get(name)
                 self._mutations[name] = maker, new if held is None or how is None else JOIN[how](held, new)
         stage = self._way.stages[action.stage]
-        for name, gradient in made.gradients.items():
+        for (name, turn), gradient in made.gradients.items():
             if name in sources.inputs:
-                self._add_input(name, action.microbatch, gradient)
+                self._add_input(name, first + turn, gradient)
             else:
                 stage.add(name, gradient)
         if action.kind == "F":

@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -28,6 +28,9 @@ Take = Callable[[torch.Tensor], None]
 Compile = Callable[[fx.GraphModule, Mapping[int, Take]], Callable[[list[Any]], Sequence[Any]]]
 """Compiles a program to a function of one list, which it empties; results at the places given go to who takes them."""
 
+Of = tuple[str, int]
+"""A name, and which of the micro-batches that an action runs it is of."""
+
 Lookup = Callable[[str, int], torch.Tensor]
 """The tensor of a start, by its operator's name, for a micro-batch."""
 
@@ -37,9 +40,11 @@ class Made:
     """What one action made."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    mutations: dict[str, torch.Tensor] = field(default_factory=dict)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Of each of the micro-batches that an action runs."""
+
+    mutations: dict[Of, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[Of, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class _Part:
     later: frozenset[str]
     """Values that programs after it read."""
 
-    passed: frozenset[str]
+    passed: frozenset[Of]
     """Gradients that are arguments as they are."""
 
     summed: frozenset[str]
@@ -73,11 +78,17 @@ class StageRun:
         compile_boxed: Compile,
         *,
         backward: bool,
-        microbatches: int = 0,
+        actions: int = 0,
+        at_once: int = 1,
         device: torch.device = CPU,
     ) -> None:
-        """Compile a stage's programs; with `microbatches`, sums of so many gradients are reduced at once."""
+        """Compile a stage's programs, whose actions each run micro-batches `at_once`.
+
+        With `actions`, the sums of what so many of them give are reduced as soon as they are complete.
+        """
         self.stage = program.stage
+        self._at_once = at_once
+        self._terms: Counter[str] = Counter()
         self._device = device
         given: dict[Kind, tuple[fx.GraphModule, Sequence[Item], Sequence[Item]]]
         given = {"F": (program.forward, program.takes, program.gives)}
@@ -89,15 +100,17 @@ class StageRun:
         finish_takes = frozenset(program.finish_takes)
         for gm, takes, gives in reversed(given.values()):
             after = [each.name for part in parts for each in part.takes if each.kind == "value"]
-            summed = {e.name: at for at, e in enumerate(gives) if e.kind == "gradient" and e.name in finish_takes}
-            adding = summing(gm, summed) if microbatches > 1 and summed else None
+            summed = {at: e.name for at, e in enumerate(gives) if e.kind == "gradient" and e.name in finish_takes}
+            self._terms.update({name: actions * count for name, count in Counter(summed.values()).items()})
+            adding = summing(gm, summed) if actions * at_once > 1 and summed else None
             taken: dict[int, Take] = {
                 at: functools.partial(self._count if adding is not None and name in adding.like else self.add, name)
-                for name, at in summed.items()
+                for at, name in summed.items()
             }
             run = compile_boxed(gm if adding is None else adding.program, taken)
             passed = _passed(gm, gives)
-            part = _Part(run, takes, gives, frozenset(after), passed, frozenset(summed), adding, last=not parts)
+            names = frozenset(summed.values())
+            part = _Part(run, takes, gives, frozenset(after), passed, names, adding, last=not parts)
             parts.insert(0, part)
         by_kind: dict[Kind, Sequence[_Part]] = {kind: [part] for kind, part in zip(given, parts, strict=True)}
         self._parts: Mapping[Kind, Sequence[_Part]] = {**by_kind, "B": parts[1:]}
@@ -114,7 +127,6 @@ class StageRun:
             self._finishing = Finishing(
                 finish, program.finish_takes, program.finish_gives, lambda gm: compile_boxed(gm, {})
             )
-        self._microbatches = microbatches
         self._added: Counter[str] = Counter()
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._sums: dict[str, torch.Tensor] = {}
@@ -152,7 +164,7 @@ class StageRun:
         for item in part.takes:
             if item.kind == "start":
                 whole = self._whole.get(item.name)
-                args.append(lookup(item.name, microbatch) if whole is None else whole)
+                args.append(lookup(item.name, microbatch * self._at_once + item.turn) if whole is None else whole)
             elif item.kind == "tangent":
                 args.append(tangent)
             else:
@@ -169,27 +181,18 @@ class StageRun:
                 if item.name in part.later:
                     kept[item.name] = result
             elif item.kind == "output":
-                made.outputs[item.name] = result
+                made.outputs.setdefault(item.turn, {})[item.name] = result
             elif item.kind == "mutation":
-                made.mutations[item.name] = result
+                made.mutations[item.name, item.turn] = result
         for item, result in zip(part.gives, results, strict=True):
             if item.kind == "gradient" and result is not None:
-                made.gradients[item.name] = result
-        self._own(self._sums, sorted(new & self._sums.keys()), part.passed, shared)
-        self._own(made.gradients, list(made.gradients.keys() - self._sums.keys()), part.passed, shared)
+                made.gradients[item.name, item.turn] = result
+        first = {name: (name, 0) for name in sorted(new & self._sums.keys())}
+        _own(self._sums, first, part.passed, shared)
+        rest = {each: each for each in made.gradients if each[0] not in self._sums}
+        _own(made.gradients, rest, part.passed, shared)
         if part.last:
             del self._kept[microbatch]
-
-    def _own(
-        self, gradients: dict[str, torch.Tensor], names: Sequence[str], passed: frozenset[str], shared: set[int]
-    ) -> None:
-        """Copy gradients that sums cannot be written into: part of something larger, or seen elsewhere too."""
-        for name in names:
-            value = gradients[name]
-            key = storage_key(value)
-            if name in passed or key in shared or value.untyped_storage().nbytes() != value.nbytes:
-                gradients[name] = value.clone(memory_format=torch.contiguous_format)
-            shared.add(key)
 
     def _sum(self, name: str, made_by: Summing) -> torch.Tensor:
         if name not in self._sums:
@@ -209,7 +212,7 @@ class StageRun:
         """Note that a micro-batch's gradient is in the sum, and let a complete one be reduced."""
         self._added[name] += 1
         # A first gradient may be another's memory until its program ends: see `_own`.
-        if self._finishing is not None and self._added[name] == self._microbatches > 1:
+        if self._finishing is not None and self._added[name] == self._terms[name] > 1:
             self._finishing.give(name, self._sums.pop(name))
 
     def finished(self) -> dict[str, torch.Tensor]:
@@ -225,11 +228,24 @@ class StageRun:
         return {**sums, **self._finishing.end()}
 
 
-def _passed(gm: fx.GraphModule, gives: Sequence[Item]) -> frozenset[str]:
+Key = TypeVar("Key")
+
+
+def _own(gradients: dict[Key, torch.Tensor], of: Mapping[Key, Of], passed: frozenset[Of], shared: set[int]) -> None:
+    """Copy gradients that sums cannot be written into: part of something larger, or seen elsewhere too."""
+    for key, name in of.items():
+        value = gradients[key]
+        memory = storage_key(value)
+        if name in passed or memory in shared or value.untyped_storage().nbytes() != value.nbytes:
+            gradients[key] = value.clone(memory_format=torch.contiguous_format)
+        shared.add(memory)
+
+
+def _passed(gm: fx.GraphModule, gives: Sequence[Item]) -> frozenset[Of]:
     (output,) = gm.graph.find_nodes(op="output")
     results = output.args[0]
     return frozenset(
-        item.name
+        (item.name, item.turn)
         for item, node in zip(gives, results, strict=True)
         if item.kind == "gradient" and isinstance(node, fx.Node) and node.op == "placeholder"
     )

@@ -26,6 +26,10 @@ class Item(Protocol):
     def name(self) -> str:
         """Return the operator's name, of a user output the output's."""
 
+    @property
+    def turn(self) -> int:
+        """Return which of the micro-batches that a program runs at once it is of."""
+
 
 class Transfer(Protocol):
     """One tensor that goes from a stage to another, once a micro-batch."""
@@ -215,6 +219,14 @@ class PipelinedProgram:
 
     seeding: Seeding | None = None
     """How the random operators are given their seed; not used where no stage has any."""
+
+    batch_overlap: int = 1
+    """Micro-batches of a step that each action of the schedule runs at once."""
+
+    @property
+    def microbatches(self) -> int:
+        """Return how many micro-batches a step has."""
+        return self.schedule.microbatches * self.batch_overlap
 
 
 def names_on_rank(

@@ -37,8 +37,8 @@ class Summing:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).zero_()
 
 
-def summing(gm: fx.GraphModule, places: Mapping[str, int]) -> Summing:
-    """Return the program that adds gradients, given by their places among the results, to sums.
+def summing(gm: fx.GraphModule, places: Mapping[int, str]) -> Summing:
+    """Return the program that adds gradients, named by their places among the results, to sums, of a name to one.
 
     In their places it returns what adds them, so that who looks on knows when. Gradients of which the graph does not
     tell how they lie are returned as before. `gm` is not changed.
@@ -46,17 +46,20 @@ def summing(gm: fx.GraphModule, places: Mapping[str, int]) -> Summing:
     graph = fx.Graph()
     results: list[Any] = list(graph.graph_copy(gm.graph, {}))  # type: ignore[arg-type]
     first = next(iter(graph.nodes))
-    like = {}
+    like: dict[str, torch.Tensor] = {}
+    sums: dict[str, fx.Node] = {}
     given = tuple(results)
-    for name, place in places.items():
+    for place, name in places.items():
         term = given[place]
         value = term.meta.get("val") if isinstance(term, fx.Node) else None
         if not isinstance(value, torch.Tensor):
             continue
-        like[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        with graph.inserting_before(first):
-            held = graph.placeholder(f"sum_of_{name}")
-        held.meta = {"val": like[name]}
+        if name not in like:
+            like[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            with graph.inserting_before(first):
+                sums[name] = graph.placeholder(f"sum_of_{name}")
+            sums[name].meta = {"val": like[name]}
+        held = sums[name]
         alone = not term.users and sum(each is term for each in given) == 1
         adding = _into(graph, term, held) if alone else None
         if adding is None:

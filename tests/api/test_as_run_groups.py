@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.api.as_run import AsRun
-from autopar.api.solving import Solved, Waiting
+from autopar.api.solved import Solved
+from autopar.api.solving import Waiting
 from autopar.api.validating import estimates_of
 from autopar.api.wishes import Wishes
 from autopar.ir.plan import Estimates

@@ -13,7 +13,8 @@ from autopar.api.estimating import Estimates
 from autopar.api.planning import Planner, Program
 from autopar.api.schedules import ways_to_run
 from autopar.api.sequences import share_of_tokens
-from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving, Waiting
 from autopar.api.wishes import read_wishes
 from autopar.api.works import Works
 from autopar.capture import Captured

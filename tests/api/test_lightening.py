@@ -19,7 +19,8 @@ from autopar.api import lightening
 from autopar.api.floors import names_again
 from autopar.api.pipelining import Wanted
 from autopar.api.planning import Planner, Program
-from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving, Waiting
 from autopar.api.wishes import read_wishes
 from autopar.capture import Captured
 from autopar.capture.recompute import SUFFIX, blocks_of, recomputed, recomputed_graph

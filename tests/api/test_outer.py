@@ -14,7 +14,8 @@ from autopar.api import plan_captured
 from autopar.api.outer import Outer
 from autopar.api.planning import Planner, Program
 from autopar.api.proving import raise_bounds
-from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving, Waiting
 from autopar.api.standing import Standing
 from autopar.api.wishes import read_wishes
 from autopar.costs.stage_memory import Split

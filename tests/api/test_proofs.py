@@ -16,7 +16,8 @@ from autopar.api.outer import Outer
 from autopar.api.pipelining import Wanted
 from autopar.api.proofs import Proofs
 from autopar.api.proving import prove
-from autopar.api.solving import Solved, Solving, Waiting
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving, Waiting
 from autopar.api.standing import Standing
 from autopar.api.wishes import read_wishes
 from autopar.api.works import Works

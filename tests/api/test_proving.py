@@ -11,7 +11,8 @@ from torch import nn
 
 import autopar
 from autopar.api.proving import prove
-from autopar.api.solving import Solved, Solving
+from autopar.api.solved import Solved
+from autopar.api.solving import Solving
 from autopar.api.standing import Standing
 from autopar.api.wishes import read_wishes
 from autopar.options import PlanOptions

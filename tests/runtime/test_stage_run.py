@@ -38,7 +38,7 @@ def test_gradients_that_are_seen_elsewhere_are_copied_before_others_are_added_to
         run.run("F", microbatch, lambda *_: x, None)
         made = run.run("B", microbatch, lambda *_: x, one)
         sent.append(made.values["sent"])
-        for name, gradient in made.gradients.items():
+        for (name, _), gradient in made.gradients.items():
             run.add(name, gradient)
 
     assert [each.sum().item() for each in sent] == [8, 8, 8]

@@ -52,7 +52,7 @@ def test_a_gradient_is_added_to_its_sum_where_it_is_made(
     term: Callable[..., Any], given: tuple[torch.Tensor, ...], operators: set[str]
 ) -> None:
     gm = make_fx(lambda *args: (term(*args), args[0] * 2))(*given)
-    found = summing(gm, {"w": 0})
+    found = summing(gm, {0: "w"})
     held = found.zeros("w", torch.device("cpu"))
     seen: list[torch.Tensor] = []
 
@@ -70,7 +70,7 @@ def test_a_gradient_is_added_to_its_sum_where_it_is_made(
 
 def test_a_gradient_that_others_read_is_still_made() -> None:
     gm = make_fx(lambda a, b: (torch.mm(a.t(), b), (made := torch.mm(a.t(), a)), made, made.sum()))(A, B)
-    found = summing(gm, {"w": 0, "u": 1, "bias": 3})
+    found = summing(gm, {0: "w", 1: "u", 3: "bias"})
     sums = {name: found.zeros(name, torch.device("cpu")) for name in found.like}
 
     results = compile_graph(found.program, {}, boxed=True)([*sums.values(), A, B])

@@ -37,6 +37,7 @@ Env = dict[str, Any]
 class Item:
     kind: Literal["start", "value", "output", "mutation", "tangent", "gradient"]
     name: str
+    turn: int = 0
 
 
 @dataclass(frozen=True)
