@@ -338,6 +338,8 @@ class Solving:
             if wishes.batch_overlap != 2:
                 return found
             budget -= over
+            if budget <= 0:
+                break
         return Solved(one.trial, NOTHING, why_not=WHY_NOT["infeasible"])
 
     def in_pairs(self, trial: Trial, wishes: Wishes, left_s: float) -> Solved:

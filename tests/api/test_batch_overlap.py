@@ -131,7 +131,7 @@ def test_the_search_takes_it_where_it_is_faster_and_says_so():
 
     assert free.decisions.schedule.batch_overlap == 2
     assert free.estimates.step_time_s < without.estimates.step_time_s
-    assert free.solver.bound <= free.solver.objective
+    assert free.solver.bound <= free.estimates.breakdown.compute_s  # what is proven of one after another says nothing
     assert "two at once" in table_text(free)
 
 
