@@ -409,7 +409,10 @@ class Outer:
         for hoped_s, _, trial in sorted(hoped)[:_PAIRED]:
             if standing.left_s > 0 and hoped_s < standing.best_s * (1.0 - standing.solving.options.gap):
                 self.progress.phase("two micro-batches at once")
-                standing.solved.append(standing.solving.in_pairs(trial, standing.wishes, standing.left_s))
+                found = standing.solving.in_pairs(trial, standing.wishes, standing.left_s)
+                standing.solved.append(found)
+                if found.solution.status == "interrupted":
+                    raise KeyboardInterrupt
 
     def _bound_as_open(self, solved: Sequence[Solved]) -> None:
         """Give trials that may become others which recompute less the bounds of all these."""

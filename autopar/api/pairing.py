@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from autopar.api.naming import name_axes
 from autopar.api.overlapping import tasks_as_held
-from autopar.costs.batch_overlap import chains, is_shared, paired, seconds_moved
+from autopar.costs.batch_overlap import chains, paired, seconds_moved
+from autopar.costs.issued import is_shared
 from autopar.costs.outcome import Outcome, Pairing
 from autopar.search.meshes import Candidate, MeshAxis, in_order
 from autopar.search.trials import Trial
@@ -45,7 +46,7 @@ def exposed_s(outcome: Outcome) -> float:
     each_s = (
         each.times * outcome.links.hidable_s(each.message)
         for each in outcome.messages()
-        if not (each.overlapped or is_shared(outcome, each))
+        if not (each.overlapped or is_shared(outcome.graph, each))
     )
     return sum(each_s)
 

@@ -356,10 +356,9 @@ class Planner:
         batch = graph.batch_size
         repeats = repeating(outcome, mesh)
         replicas, idle = _splits_of_batch(batch // outcome.microbatches, mesh, repeats)
-        bounds = [proven_s(outer.standing, one) for one in solved if one.solution.status != "infeasible"]
-        # Bounds are of micro-batches one after another: of two at once nothing is proven but what all work takes.
-        proven = 0.0 if outcome.pairing is not None else min(bounds, default=inf)
-        solver = _solver(best, solved, seconds, options, max(found.floor_s, proven))
+        pairs = outcome.pairing is not None
+        bounds = [proven_s(outer.standing, one, pairs=pairs) for one in solved if one.solution.status != "infeasible"]
+        solver = _solver(best, solved, seconds, options, max(found.floor_s, min(bounds, default=inf)))
         return Plan(
             fingerprint=Fingerprint(
                 graph=graph.fingerprint, cluster=self.cluster.fingerprint(), torch=self.program.torch_version

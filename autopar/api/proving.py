@@ -134,11 +134,14 @@ def _collectives_s(standing: Standing, whole: Trial) -> float:
     return max(0.0, standing.free_s[kin(whole)] - work_s) if work_s else inf
 
 
-def proven_s(standing: Standing, one: Solved) -> float:
+def proven_s(standing: Standing, one: Solved, *, pairs: bool = False) -> float:
     """Return seconds that no plan of a trial beats; 0 if nothing is known, or time too short to find out.
 
-    Where stages are on unlike devices, the bound of its solution says nothing for sure.
+    Where stages are on unlike devices, the bound of its solution says nothing for sure. Bounds are of micro-batches one
+    after another: of programs that may run them in `pairs`, only what their work takes is proven.
     """
+    if pairs and one.trial.depth == 1:
+        return min(one.solution.bound_s, standing.work_s(one.trial))
     if standing.solving.proves(one.trial):
         return one.solution.bound_s
     if standing.left_to_prove_s <= 0 and not standing.knows_fluid_of(one.trial):

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costs.issued import Issued
+from autopar.costs.issued import is_shared, of_inputs
 from autopar.costs.outcome import Outcome
 from autopar.costs.segments import Segments
 from autopar.costs.timing import Beyond
-from autopar.ir.graph import Graph, once_per_graph
 from autopar.ir.roles import gradient_values
 from autopar.ir.tasks import Task
 
@@ -80,7 +79,7 @@ def paired(outcome: Outcome, tasks: Sequence[Task]) -> Pair:
 
 def _own(outcome: Outcome, tasks: Sequence[Task]) -> tuple[frozenset[int], frozenset[int]]:
     """Return the tasks that each micro-batch has its own of, and those that reduce what both give, or follow that."""
-    ops = _of_inputs(outcome.graph)
+    ops = of_inputs(outcome.graph)
     kinds = {outcome.place(each): each for each in outcome.messages()}
     own: set[int] = set()
     joined: set[int] = set()
@@ -88,7 +87,7 @@ def _own(outcome: Outcome, tasks: Sequence[Task]) -> tuple[frozenset[int], froze
         if any(read in joined for read in task.reads):
             joined.add(index)
             continue
-        if task.communicates and is_shared(outcome, kinds[task.kind]):
+        if task.communicates and is_shared(outcome.graph, kinds[task.kind]):
             joined.update([index] if any(read in own for read in task.reads) else [])
             continue
         moved = kinds[task.kind].source if task.communicates else None
@@ -96,16 +95,6 @@ def _own(outcome: Outcome, tasks: Sequence[Task]) -> tuple[frozenset[int], froze
         if mine or any(read in own for read in task.reads):
             own.add(index)
     return frozenset(own), frozenset(joined)
-
-
-@once_per_graph
-def _of_inputs(graph: Graph) -> frozenset[str]:
-    """Return the inputs, and the operators that depend on any."""
-    found: set[str] = set()
-    for op in graph.ops:
-        if op.kind == "input" or any(ref.op in found for ref in op.refs):
-            found.add(op.name)
-    return frozenset(found)
 
 
 def _segments(tasks: Sequence[Task], own: Collection[int]) -> Iterator[list[int]]:
@@ -139,7 +128,7 @@ def seconds_moved(outcome: Outcome, saved_s: Sequence[float], pairs: float) -> B
     levels = {links.level(each.message.axis) for each in apart if each.overlapped}
     for each in apart:
         at, hidable = segments.of_op[each.at], links.hidable_s(each.message)
-        if is_shared(outcome, each):
+        if is_shared(outcome.graph, each):
             hidden = hidable if each.overlapped else 0.0
             found.hidden_s[at] -= pairs * hidden
             found.shown_s[at] -= pairs * (links.message_s(each.message) - hidden)
@@ -153,9 +142,3 @@ def seconds_moved(outcome: Outcome, saved_s: Sequence[float], pairs: float) -> B
             found.shown_s[part] -= pairs * share * chained[part]
             found.hidden_s[part] += pairs * share * busy[part]
     return found
-
-
-def is_shared(outcome: Outcome, issued: Issued) -> bool:
-    """Return whether two micro-batches at once have one of a collective: it moves a parameter, or a gradient."""
-    moved = issued.source
-    return issued.behind or issued.finishes or (moved is not None and moved.op not in _of_inputs(outcome.graph))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.costs.links import Message
-from autopar.ir.graph import Ref
+from autopar.ir.graph import Graph, Ref, once_per_graph
 from autopar.ir.placement import Layout
 
 Copy = tuple[str, int, Layout, str]
@@ -47,3 +47,19 @@ class Issued:
 
     readers: tuple[str, ...] = ()
     """In backward, all operators that read the redistributed copy; of what an operator issues itself, that one."""
+
+
+def is_shared(graph: Graph, issued: Issued) -> bool:
+    """Return whether two micro-batches at once have one of a collective: it moves a parameter, or a gradient."""
+    moved = issued.source
+    return issued.behind or issued.finishes or (moved is not None and moved.op not in of_inputs(graph))
+
+
+@once_per_graph
+def of_inputs(graph: Graph) -> frozenset[str]:
+    """Return the inputs, and the operators that depend on any."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind == "input" or any(ref.op in found for ref in op.refs):
+            found.add(op.name)
+    return frozenset(found)

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.costs import operators
 from autopar.costs.buckets import Clock, runs_of, together
 from autopar.costs.held import held_curve, held_memory, merging_bytes, needed_until
-from autopar.costs.issued import Issued
+from autopar.costs.issued import Issued, is_shared
 from autopar.costs.issuing import issued
 from autopar.costs.links import Links, Message
 from autopar.costs.liveness import gradient_indices
@@ -219,24 +219,31 @@ class Outcome:
     def collectives(self, mesh: Mesh) -> tuple[Collective, ...]:
         """Return the collectives of one step, equal ones counted together, in program order; merged ones last."""
         by_name = self.graph.by_name
+        often = {_kind(each): self._times(each) for each in self.messages()}
         alone = tuple(
             Collective(
                 op=message.op,
                 axis=self.axis(mesh, message.axis),
                 level=self.links.level(message.axis),
                 bytes=message.bytes,
-                count=count * times,
+                count=count * often[kind],
                 phase=phase,
                 tensor=_label(by_name[rep]),
                 overlapped=overlapped,
-                predicted_s=count * times * self.links.message_s(message),
+                predicted_s=count * often[kind] * self.links.message_s(message),
                 stream=self.axis(mesh, message.axis),
                 inner=self.links.form(message)[0],
                 chunks=self.links.form(message)[1],
             )
-            for (message, phase, rep, overlapped, times), count in self._alone.items()
+            for kind, count in self._alone.items()
+            for message, phase, rep, overlapped, _ in (kind,)
         )
         return alone + tuple(self._merged(run, mesh) for run in self.runs)
+
+    def _times(self, issued: Issued) -> int:
+        """Return how often a collective runs in a step, once for two micro-batches where it serves both."""
+        both = self.pairing is not None and issued.times > 1 and is_shared(self.graph, issued)
+        return issued.times // 2 if both else issued.times
 
     @cached_property
     def _alone(self) -> Counter[tuple[Message, str, str, bool, int]]:
@@ -383,7 +390,7 @@ class Outcome:
             peak_memory_bytes=memory.total,
             memory=memory,
             memory_budget_bytes=budget_bytes,
-            communication_bytes=sum(m.times * m.message.bytes for m in self.messages()),
+            communication_bytes=sum(self._times(m) * m.message.bytes for m in self.messages()),
             breakdown=Breakdown(
                 compute_s=compute,
                 exposed_communication_s=max(0.0, self._shown_s - compute),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,22 +13,31 @@ import pytest
 import torch
 
 import autopar
+from autopar.api import plan_captured
 from autopar.api.repricing import repriced
+from autopar.api.staging import staged_program
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_json import from_json, to_json
 from autopar.models.hf_tiny import tiny
+from autopar.options import PlanOptions
+from autopar.progress import Silent
 from autopar.report.table import table_text
+from autopar.rewrite.emitted import emitted
 from benchmarks.testbed.scenarios import SCENARIOS
 from cost_models.cluster import ClusterSpec
 from tests.api.test_memory import TOLERANCE, on_rank, planned, predicted_bytes
 from tests.api.test_repricing import VERSION
 from tests.rewrite.test_microbatches import models
 from tests.support.ranks import RankPool
+from tests.support.remembering import remembered
 from tests.support.training import call, loss_of, whole
 
 SLOW = Path(__file__).parents[2] / "benchmarks" / "testbed" / "cluster_1gbit_calibrated.yaml"
 """Two hosts at 1 Gbit/s."""
+
+SCALAR = 8
+"""Bytes up to which collectives are left out: counts of the batch are there once for both, and priced for each."""
 
 TINY = ("gpt2", "llama", "mixtral")
 
@@ -105,6 +115,34 @@ def test_ranks_hold_what_the_plan_says(pool: RankPool, name: str, fix: dict[str,
 
     assert [each.error for each in outcomes] == ["", ""]
     assert predicted_bytes(plan) == pytest.approx(max(each.value for each in outcomes), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("llama", {"tp": 2, "microbatch": 1}),
+        ("llama", {"dp_shard": 2, "zero": 3, "microbatch": 1}),
+        ("llama", {"dp_shard": 2, "zero": 2, "microbatch": 1}),
+        ("mixtral", {"ep": 2, "microbatch": 1}),
+    ],
+    ids=str,
+)
+def test_emitted_collectives_are_the_priced_ones(name: str, fix: dict[str, Any]):
+    captured = remembered(*tiny(name))
+    options = PlanOptions.parse(fix=fix | {"batch_overlap": 2})
+    plan = plan_captured(captured, name, ClusterSpec.parse("cpu:2"), options, Silent())
+    staged = staged_program(captured, plan.decisions, 0, split=(), device="cpu").staged.stages[0]
+    pairs = plan.workload.num_microbatches // 2
+
+    found: Counter[tuple[str, str, int, str]] = Counter()
+    for program, times in ((staged.begin, 1), (staged.forward, pairs), (staged.backward, pairs), (staged.finish, 1)):
+        for each in () if program is None else emitted(program, {axis.name for axis in plan.decisions.mesh.axes}):
+            found[each.op, each.axis, each.bytes, each.phase] += times if each.bytes > SCALAR else 0
+    priced: Counter[tuple[str, str, int, str]] = Counter()
+    for each in plan.decisions.collectives:
+        priced[each.op, each.axis, each.bytes, each.phase] += each.count if each.bytes > SCALAR else 0
+    assert found == priced
+    assert found
 
 
 @cache
