@@ -329,7 +329,7 @@ class Solving:
             outcome = with_room(self.outcome(one, wishes, solution), self.budget)
             left_s -= time.process_time() - started
             found = self._called_singly(Solved(one.trial, solution, outcome, outcome.step_s), one, wishes, left_s)
-            paired = in_pairs(outcome, one.trial.mesh, wishes.batch_overlap)
+            paired = in_pairs(found.outcome or outcome, one.trial.mesh, wishes.batch_overlap)
             if paired is None:
                 return found if wishes.batch_overlap != 2 else Solved(one.trial, NOTHING, why_not=_ALONE)
             over = paired.memory().total - self.budget

@@ -174,11 +174,12 @@ class Copies:
     def _scattered(self) -> tuple[Floats, Floats]:
         """Return what redistributed gradients hold until they are waited for, and from then on.
 
-        A sum over ranks is made in place. Of a scattered one the own part stays; on a CPU the terms of all other ranks
-        are received beside it, and added up after the wait.
+        A sum over ranks is made in place, and so is one over micro-batches alone. Of a scattered one the own part
+        stays; on a CPU the terms of all other ranks are received beside it, and added up after the wait.
         """
-        moves = self.routes.moves
-        read = self._read_bytes * moves
+        time = self.links.time_axes
+        moves = [[any(step.axis >= time for step in way.steps) for way in row] for row in self.routes.ways]
+        read = self._read_bytes * np.array(moves)
         exchanged = self.links.cluster.device.kind == "cpu"
         ops = [[self._collectives(way.steps) for way in row] for row in self.routes.ways]
         scatters = np.array([["reduce_scatter" in each for each in row] for row in ops])

@@ -139,7 +139,7 @@ class _Pair:
                 if turn and node not in self.own:
                     self.second[node] = self.first[node]
                     continue
-                name = second_name(str(node.target)) if turn else str(node.target)
+                name = _second_name(str(node.target)) if turn else str(node.target)
                 made = self.graph.placeholder(name)
                 made.meta = self._twin_meta(node) if turn else dict(node.meta)
                 (self.second if turn else self.first)[node] = made
@@ -227,9 +227,9 @@ class _Pair:
 
 def _second(item: Item) -> Item:
     """Return the item of the second micro-batch: of a value another name, for programs keep values by it."""
-    return Item(item.kind, second_name(item.name) if item.kind == "value" else item.name, turn=1)
+    return Item(item.kind, _second_name(item.name) if item.kind == "value" else item.name, turn=1)
 
 
-def second_name(name: str) -> str:
+def _second_name(name: str) -> str:
     """Return the name that the second micro-batch's value has in programs of two."""
     return f"{name}__second"

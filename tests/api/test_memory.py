@@ -62,6 +62,7 @@ def test_outputs_of_all_micro_batches_are_in_the_plan():
         pytest.param("vit", {"dp_replicate": 2}, marks=pytest.mark.slow),
         ("bert", {"dp_shard": 2, "zero": 3}),
         ("mlp", {"tp": 2}),
+        ("mlp", {"tp": 2, "microbatch": 8}),  # sums over micro-batches that no rank has to send
         pytest.param("resnet", {"tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
