@@ -128,7 +128,14 @@ def counted(_rank: int, fix: dict[str, int]) -> tuple[list[float], dict[str, tor
 
 
 @pytest.mark.parametrize(
-    "fix", [{"pp": 2, "microbatch": 2}, {"dp_replicate": 2, "microbatch": 2}, {"tp": 2, "microbatch": 4}], ids=str
+    "fix",
+    [
+        {"pp": 2, "microbatch": 2},
+        {"dp_replicate": 2, "microbatch": 2},
+        {"tp": 2, "microbatch": 4},
+        {"tp": 2, "microbatch": 2, "batch_overlap": 2},
+    ],
+    ids=str,
 )
 def test_buffers_that_add_up_over_samples_do_over_micro_batches(pool: RankPool, fix: dict[str, int]):
     losses, buffers = counted(0, {})

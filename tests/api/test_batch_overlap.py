@@ -98,6 +98,22 @@ def test_one_rank_runs_two_at_once_too():
     assert compared(0, "weighted", 1, {"microbatch": 2})[1:] == (0.0, [])
 
 
+def test_inputs_get_their_gradients_and_outputs_their_rows():
+    model, (x, *_) = models()["plain"][0], models()["plain"][1]
+    own, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    fix = {"microbatch": 2, "batch_overlap": 2}
+    mine = autopar.compile(copy.deepcopy(model), "cpu:1", example_inputs=(own,), fix=fix)
+
+    (loss, made), (wanted, rows) = mine(own), model(theirs)
+    loss.backward()
+    wanted.backward()
+
+    torch.testing.assert_close(made, rows)
+    torch.testing.assert_close(own.grad, theirs.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(mine(own), model(own))
+
+
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
