@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.costs.links import Message
-from autopar.ir.graph import Graph, Ref, once_per_graph
+from autopar.ir.graph import Graph, Ref, behind, once_per_graph
 from autopar.ir.placement import Layout
 
 Copy = tuple[str, int, Layout, str]
@@ -58,8 +58,4 @@ def is_shared(graph: Graph, issued: Issued) -> bool:
 @once_per_graph
 def of_inputs(graph: Graph) -> frozenset[str]:
     """Return the inputs, and the operators that depend on any."""
-    found: set[str] = set()
-    for op in graph.ops:
-        if op.kind == "input" or any(ref.op in found for ref in op.refs):
-            found.add(op.name)
-    return frozenset(found)
+    return behind(graph, "input")

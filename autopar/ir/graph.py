@@ -203,3 +203,12 @@ def once_per_graph(function: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
         return found
 
     return remembered
+
+
+def behind(graph: Graph, kind: str) -> frozenset[str]:
+    """Return the operators of a kind, and those that depend on any."""
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.kind == kind or any(ref.op in found for ref in op.refs):
+            found.add(op.name)
+    return frozenset(found)

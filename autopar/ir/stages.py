@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import prod
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.ir.graph import Graph, Op, once_per_graph
+from autopar.ir.graph import Graph, Op, behind, once_per_graph
 from autopar.ir.parameter_rows import parameter_rows, read_parameters
 from autopar.ir.roles import is_view, parameter_like
 from autopar.ir.twins import Twin, branch, lies_in, twins
@@ -338,11 +338,7 @@ def _visible(graph: Graph) -> frozenset[str]:
 @once_per_graph
 def _gradients(graph: Graph) -> frozenset[str]:
     """Return what depends on a tangent."""
-    found: set[str] = set()
-    for op in graph.ops:
-        if op.kind == "tangent" or any(ref.op in found for ref in op.refs):
-            found.add(op.name)
-    return frozenset(found)
+    return behind(graph, "tangent")
 
 
 def _add_backward(graph: Graph, found: dict[str, int]) -> None:
