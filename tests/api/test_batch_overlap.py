@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import autopar
 from autopar.api import plan_captured
@@ -42,6 +44,26 @@ SCALAR = 8
 TINY = ("gpt2", "llama", "mixtral")
 
 
+class Dropping(nn.Module):
+    """Two linear layers with dropout between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return self.out(functional.dropout(self.into(x).relu(), 0.5)).square().mean()
+
+
+def built(name: str) -> tuple[nn.Module, Any]:
+    """Return a model and its batch."""
+    if name == "dropping":
+        torch.manual_seed(0)
+        return Dropping(), (torch.randn(16, 8),)
+    return tiny(name) if name in TINY else models()[name]
+
+
 def with_overlap(plan: Plan, at_once: int) -> Plan:
     """Return a plan whose micro-batches run so many at a time, all else as it is."""
     schedule = replace(plan.decisions.schedule, batch_overlap=at_once)
@@ -50,7 +72,7 @@ def with_overlap(plan: Plan, at_once: int) -> Plan:
 
 def step(name: str, plan: Plan) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and the gradients of a step of a plan."""
-    model, example = tiny(name) if name in TINY else models()[name]
+    model, example = built(name)
     cluster = ClusterSpec.from_dict(plan.cluster)
     mine = autopar.compile(copy.deepcopy(model), cluster, example_inputs=example, plan=plan)
     torch.manual_seed(1)
@@ -61,7 +83,7 @@ def step(name: str, plan: Plan) -> tuple[float, dict[str, torch.Tensor]]:
 
 def compared(_rank: int, name: str, ranks: int, fix: dict[str, Any]) -> tuple[int, float, list[str]]:
     """Return how many micro-batches there are, the largest error of a gradient, and what is not equal to the bit."""
-    model, example = tiny(name) if name in TINY else models()[name]
+    model, example = built(name)
     plan = autopar.plan(model, f"cpu:{ranks}", example_inputs=example, fix=fix)
     (one_loss, one), (two_loss, two) = (step(name, with_overlap(plan, each)) for each in (1, 2))
     worst = max(float((two[key] - one[key]).norm() / one[key].norm()) for key in one)
@@ -77,7 +99,9 @@ def compared(_rank: int, name: str, ranks: int, fix: dict[str, Any]) -> tuple[in
         ("weighted", {"dp_shard": 2, "zero": 3, "microbatch": 1}),
         ("penalised", {"tp": 2, "microbatch": 2}),
         ("messages", {"tp": 2, "microbatch": 2}),
-        ("gpt2", {"tp": 2, "microbatch": 1}),  # drops out
+        ("dropping", {"tp": 2, "microbatch": 4}),
+        ("dropping", {"dp_replicate": 2, "microbatch": 2}),
+        ("gpt2", {"tp": 2, "microbatch": 1}),
         ("llama", {"tp": 2, "microbatch": 2, "recompute": "full"}),
         ("mixtral", {"ep": 2, "microbatch": 1}),
     ],
