@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autopar.api.naming import name_axes
 from autopar.api.overlapping import tasks_as_held
 from autopar.costs.batch_overlap import chains, paired, seconds_moved
@@ -56,14 +54,14 @@ def _paired(outcome: Outcome, mesh: Candidate) -> Outcome:
 
     One and two are replayed with the collectives that the search found nothing to hide behind.
     """
-    one = replace(outcome.merging(merges=False), pairing=None)
+    one = outcome.merging(merges=False)
     tasks = chains(one, tasks_as_held(one, name_axes(one, mesh, ())[0]))
     both = paired(one, tasks)
     alone, together = replay(tasks, range(len(tasks))), replay(both.tasks, both.order)
     more = peak_bytes(both.tasks, both.order) - peak_bytes(tasks, range(len(tasks)))
     saved_s = [2.0 * first - then for first, then in zip(_phases_s(alone), _phases_s(together), strict=True)]
     seconds = seconds_moved(one, saved_s, outcome.microbatches / 2)
-    return replace(outcome, pairing=Pairing(seconds, max(0, more)))
+    return outcome.in_pairs(Pairing(seconds, max(0, more)))
 
 
 def _phases_s(found: Replay) -> tuple[float, float]:

@@ -78,7 +78,14 @@ class Outcome:
 
     def merging(self, *, spare_bytes: int = 0, merges: bool = True) -> Outcome:
         """Return this outcome with another room for what travels together; what does not depend on that is known."""
-        made = replace(self, merges=merges, spare_bytes=spare_bytes)
+        return self._remembering(replace(self, merges=merges, spare_bytes=spare_bytes))
+
+    def in_pairs(self, pairing: Pairing) -> Outcome:
+        """Return this outcome with two micro-batches at once; what does not depend on that is known."""
+        return self._remembering(replace(self, pairing=pairing))
+
+    def _remembering(self, made: Outcome) -> Outcome:
+        """Return an outcome of the same layouts, which knows what is known of this one and the same for it."""
         made.__dict__.update({name: self.__dict__[name] for name in _OF_ALL_ROOMS if name in self.__dict__})
         return made
 
@@ -433,7 +440,7 @@ class Outcome:
 
 
 _OF_ALL_ROOMS = ("_messages", "_held_bytes", "needed_until")
-"""What is remembered of an outcome and is the same however its collectives travel."""
+"""What is remembered of an outcome and is the same however its collectives travel and its micro-batches run."""
 
 
 def _kind(issued: Issued) -> tuple[Message, str, str, bool, int]:
